@@ -1,0 +1,121 @@
+"""The settings of a `Loader`: validated once, then frozen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gpuq.errors import ConfigError
+from gpuq.layout import MAX_CAPACITY
+
+TARGETS = ("auto", "cuda", "simulator", "cpu")
+READERS = ("auto", "io_uring", "threads")
+DIRECT_MODES = ("auto", "require", "off")
+
+_PAGE = 4096
+_VARIABLES = {"target": "GPUQ_TARGET", "reader": "GPUQ_READER", "direct": "GPUQ_DIRECT"}
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Settings of a `Loader`.
+
+    Attributes
+    ----------
+    target : {"auto", "cuda", "simulator", "cpu"}
+        Where kernels run. "auto": the simulator under NUMBA_ENABLE_CUDASIM=1, else CUDA where a
+        GPU is usable, else the CPU. Default from GPUQ_TARGET.
+    reader : {"auto", "io_uring", "threads"}
+        What reads. "auto": io_uring where a trial read with it succeeds, else threads. Default
+        from GPUQ_READER.
+    direct : {"auto", "require", "off"}
+        Whether files are read with O_DIRECT; `Loader.open` can say otherwise for one file.
+        Default from GPUQ_DIRECT.
+    slots : int
+        Requests outstanding at once; a power of two.
+    staging_buffers : int
+        Reads in flight at once.
+    staging_bytes : int
+        Bytes of one staging buffer, the most that one read brings; a multiple of 4096.
+    sources, destinations : int
+        How many may be open at once.
+    reader_threads : int
+        Workers of the threads reader.
+    post_timeout_ns : int
+        How long `gpuq.post` waits for a free slot, in nanoseconds.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of its range; the message names the setting and what it may be.
+    """
+
+    target: str = "auto"
+    reader: str = "auto"
+    direct: str = "auto"
+    slots: int = 1024
+    staging_buffers: int = 128
+    staging_bytes: int = 512 << 10
+    sources: int = 1024
+    destinations: int = 4096
+    reader_threads: int = 16
+    post_timeout_ns: int = 10_000_000_000
+
+    def __post_init__(self) -> None:
+        self._one_of("target", TARGETS)
+        self._one_of("reader", READERS)
+        self._one_of("direct", DIRECT_MODES)
+        self._between("slots", 1, MAX_CAPACITY)
+        self._between("staging_buffers", 1, 1 << 15)
+        self._between("staging_bytes", _PAGE, 1 << 30)
+        self._between("sources", 1, 1 << 20)
+        self._between("destinations", 1, 1 << 20)
+        self._between("reader_threads", 1, 1024)
+        self._between("post_timeout_ns", 0, 1 << 62)
+        if self.slots & (self.slots - 1):
+            raise ConfigError(f"slots must be a power of two, not {self.slots}")
+        if self.staging_bytes % _PAGE:
+            raise ConfigError(
+                f"staging_bytes must be a multiple of {_PAGE}, not {self.staging_bytes}"
+            )
+
+    @classmethod
+    def from_environment(cls, **settings: Any) -> LoaderConfig:
+        """Build settings from keywords, then environment variables, then defaults.
+
+        A keyword that is None counts as not given.
+
+        Raises
+        ------
+        ConfigError
+            A keyword is no setting, or a value is out of its range.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}"
+            )
+        given = {name: value for name, value in settings.items() if value is not None}
+        for name, variable in _VARIABLES.items():
+            value = os.environ.get(variable)
+            if name not in given and value:
+                try:
+                    cls(**{name: value})
+                except ConfigError as error:
+                    raise ConfigError(f"{variable}: {error}") from None
+                given[name] = value
+        return cls(**given)
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+    def _between(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} must be an integer, not {value!r}")
+        if not least <= value <= most:
+            raise ConfigError(f"{name} must be between {least} and {most}, not {value}")

@@ -1,0 +1,51 @@
+"""Exceptions, by whose fault: you misused it, the world broke, or the queue ended.
+
+What the operating system says about a path stays the `OSError` that it is, with its `filename`.
+A kernel cannot raise: what goes wrong there is a `gpuq.Status`.
+"""
+
+from __future__ import annotations
+
+
+class GpuqError(Exception):
+    """Base of everything that gpuq itself raises."""
+
+
+class ConfigError(GpuqError, ValueError):
+    """A setting is out of its range, or contradicts another. Nothing was started."""
+
+
+class SourceError(GpuqError, ValueError):
+    """A source cannot be opened, or is not of this loader. Nothing was registered."""
+
+
+class DestinationError(GpuqError, ValueError):
+    """An array cannot be a destination, or is not of this loader. Nothing was registered."""
+
+
+class FormatError(GpuqError, ValueError):
+    """A file's content contradicts its format."""
+
+
+class DirectUnavailableError(GpuqError, OSError):
+    """Direct reads were required and do not work for this file."""
+
+
+class ReaderUnavailableError(GpuqError, OSError):
+    """The reader that was asked for does not work on this machine."""
+
+
+class TargetUnavailableError(GpuqError, RuntimeError):
+    """The target that was asked for does not work on this machine."""
+
+
+class ClosedError(GpuqError, RuntimeError):
+    """The loader was closed or aborted before this call."""
+
+
+class ForkedError(GpuqError, RuntimeError):
+    """The loader belongs to the parent process; a forked child must make its own."""
+
+
+class PollerDiedError(GpuqError, RuntimeError):
+    """The poller thread ended by an error; the queue was aborted. The cause is chained."""

@@ -1,0 +1,3 @@
+"""What runs on the host."""
+
+import gpuq.host.lowering  # noqa: F401

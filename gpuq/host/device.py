@@ -1,0 +1,141 @@
+"""Where a queue's memory lives: one contract, a class for each kind of target.
+
+A device gives out memory of four kinds (mapped words, the producers' own words, staging, and
+arrays for destinations), checks destinations, and names the copier that reaches them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuq.errors import DestinationError
+from gpuq.host.copier import MemcpyCopier
+from gpuq.host.direct_file import MEMORY_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory of a destination.
+
+    Attributes
+    ----------
+    address : int
+    nbytes : int
+    owner : object
+        Keeps the memory alive.
+    """
+
+    address: int
+    nbytes: int
+    owner: Any
+
+
+class Device(Protocol):
+    """What the service asks of a device."""
+
+    name: str
+
+    def mapped_words(self, count: int) -> NDArray[np.uint64]:
+        """Return zeroed words that kernels and the host both reach."""
+
+    def own_words(self, count: int, start: int, step: int) -> Any:
+        """Return words of the producers alone, holding ``start + i * step``."""
+
+    def staging(self, nbytes: int) -> Region:
+        """Return memory for staging, aligned to 4096 bytes."""
+
+    def copier(self, leases: int) -> Any:
+        """Return the copier that reaches this device's destinations."""
+
+    def destination(self, array: Any) -> Region:
+        """Return the memory of an array after checking it."""
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return an uninitialized array that kernels read and that can be a destination."""
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread for serving."""
+
+    def close(self) -> None:
+        """Give everything back; no kernel and no copy is running."""
+
+
+class CpuDevice:
+    """Host memory, for kernels compiled for the CPU."""
+
+    name = "cpu"
+
+    def mapped_words(self, count: int) -> NDArray[np.uint64]:
+        """Return zeroed words on lines of their own."""
+        return np.frombuffer(mmap.mmap(-1, count * 8), dtype=np.uint64, count=count)
+
+    def own_words(self, count: int, start: int, step: int) -> NDArray[np.uint64]:
+        """Return words holding ``start + i * step``."""
+        words = self.mapped_words(count)
+        words[:] = np.arange(count, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
+        return words
+
+    def staging(self, nbytes: int) -> Region:
+        """Return page-aligned memory, its pages present."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8)
+        address = memory.ctypes.data
+        assert address % MEMORY_ALIGNMENT == 0
+        return Region(address, nbytes, memory)
+
+    def copier(self, leases: int) -> MemcpyCopier:
+        """Return the copier of host memory."""
+        return MemcpyCopier()
+
+    def destination(self, array: Any) -> Region:
+        """Return the memory of a NumPy array.
+
+        Raises
+        ------
+        DestinationError
+            It is no NumPy array, or not writable, not C-contiguous, or holds Python objects.
+        """
+        if not isinstance(array, np.ndarray):
+            raise DestinationError(
+                f"a destination must be a NumPy array here, not {type(array).__name__}"
+            )
+        if array.dtype.hasobject:
+            raise DestinationError(f"an array of dtype {array.dtype} holds Python objects")
+        if not array.flags.writeable:
+            raise DestinationError("the array is read-only; a destination must be writable")
+        if not array.flags.c_contiguous:
+            raise DestinationError(
+                f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous"
+            )
+        return Region(array.ctypes.data, array.nbytes, array)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return a NumPy array."""
+        return np.empty(shape, dtype)
+
+    def enter_thread(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: memory goes when its last view does."""
+
+
+class SimulatorDevice(CpuDevice):
+    """Host memory, for kernels that run as Python in Numba's simulator."""
+
+    name = "simulator"
+
+    def destination(self, array: Any) -> Region:
+        """Return the memory of a NumPy array, or of one that the simulator wraps."""
+        return super().destination(getattr(array, "_ary", array))
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return a simulated device array; the simulator copies plain ones in and out of launches."""
+        from numba import cuda
+
+        return cuda.to_device(np.empty(shape, dtype))

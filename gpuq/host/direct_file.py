@@ -1,0 +1,225 @@
+"""Files read with O_DIRECT: how one is opened, which spans are read, and where a file ends.
+
+The arithmetic is compiled for the poller; opening happens in Python. A source is the descriptor
+that was opened, not the path: another file that takes the path later is another source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+
+from typing import Any
+
+from gpuq.compiling import compiled
+from gpuq.errors import DirectUnavailableError, SourceError
+
+MEMORY_ALIGNMENT = 4096
+"""Alignment of every staging buffer, in bytes."""
+
+_ASSUMED_ALIGNMENT = 4096
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156
+
+DIRECT_MODES = ("auto", "require", "off")
+
+# Verdicts on a finished read.
+ENOUGH = 0
+RESUME = 1
+ENDED = 2
+
+
+@compiled
+def span_start(start: Any, alignment: Any) -> Any:
+    """Return the last aligned offset that is not after `start`."""
+    return start - start % alignment
+
+
+@compiled
+def span_bytes(start: Any, end: Any, alignment: Any, most: Any) -> Any:
+    """Return the bytes to read from ``span_start(start)`` to cover up to `end`, at most `most`.
+
+    `most` is a multiple of the alignment.
+    """
+    begin = start - start % alignment
+    rounded = end + (alignment - end % alignment) % alignment
+    return min(rounded - begin, most)
+
+
+@compiled
+def judge_read(resumed: Any, got: Any, filled: Any, needed: Any) -> Any:
+    """Say what a read of `got` bytes that began at `resumed` of its span means.
+
+    `filled` bytes were known before it, of which `needed` are wanted. A short read is no error:
+    the caller reads on from the last aligned boundary. A read that makes no progress is the end
+    of the file, for a read with O_DIRECT returns the same unaligned tail again and again.
+    """
+    reached = resumed + got
+    if reached >= needed:
+        return ENOUGH
+    return RESUME if reached > filled else ENDED
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file opened for reading.
+
+    Attributes
+    ----------
+    path : str
+    buffered : int
+        Descriptor through the page cache.
+    direct : int
+        Descriptor with O_DIRECT, -1 where there is none.
+    alignment : int
+        Bytes; of offset and length of direct reads.
+    size : int
+        Bytes, when it was opened.
+    reason : str
+        Why reads are direct or buffered.
+    proven : bool
+        Whether a direct read was done and succeeded.
+    """
+
+    path: str
+    buffered: int
+    direct: int
+    alignment: int
+    size: int
+    reason: str
+    proven: bool
+
+    def close(self) -> None:
+        """Close both descriptors."""
+        for descriptor in (self.buffered, self.direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def statx_alignment(descriptor: int) -> tuple[int, int] | None:
+    """Return (memory, offset) alignment of direct I/O, from statx(2) STATX_DIOALIGN (Linux 6.1).
+
+    None where the kernel or the file system does not say; (0, 0) where it says "not supported".
+    """
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "statx"):
+        return None
+    if libc.statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
+        return None
+
+    def word(position: int) -> int:
+        return int.from_bytes(buffer.raw[position : position + 4], "little")
+
+    if not word(_MASK_AT) & _STATX_DIOALIGN:
+        return None
+    return word(_MEMORY_AT), word(_OFFSET_AT)
+
+
+def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> OpenFile:
+    """Open a regular file or block device for reading.
+
+    Parameters
+    ----------
+    path : path-like
+    direct : {"auto", "require", "off"}
+    staging_bytes : int
+        Size of a staging buffer; an alignment beyond it cannot be served.
+
+    Raises
+    ------
+    OSError
+        The system refuses to open it; `filename` is set.
+    SourceError
+        It is neither a regular file nor a block device.
+    DirectUnavailableError
+        ``direct="require"`` and direct reads do not work here.
+    """
+    name = os.fspath(path)
+    # A FIFO would block in open(2) without O_NONBLOCK; io_uring would take the flag as "never wait".
+    buffered = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(buffered).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+            raise SourceError(f"{name}: neither a regular file nor a block device")
+        flags = fcntl.fcntl(buffered, fcntl.F_GETFL)
+        fcntl.fcntl(buffered, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
+        size = os.lseek(buffered, 0, os.SEEK_END)
+        if direct == "off":
+            return OpenFile(name, buffered, -1, 1, size, 'direct="off" was asked for', False)
+        descriptor, alignment, reason, proven = _open_direct(name, buffered, size, staging_bytes)
+        if descriptor < 0 and direct == "require":
+            raise DirectUnavailableError(f"{name}: direct reads were required, but {reason}")
+        return OpenFile(name, buffered, descriptor, alignment, size, reason, proven)
+    except BaseException:
+        os.close(buffered)
+        raise
+
+
+def _open_direct(
+    name: str, buffered: int, size: int, staging_bytes: int
+) -> tuple[int, int, str, bool]:
+    """Return (descriptor, alignment, reason, proven); the descriptor is -1 where refused."""
+    said = statx_alignment(buffered)
+    if said == (0, 0):
+        return -1, 1, "the file system says that it cannot (statx STATX_DIOALIGN is 0)", False
+    memory, alignment = said or (_ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT)
+    source = "by statx" if said else "assumed, the file system does not say"
+    if memory > MEMORY_ALIGNMENT or alignment > staging_bytes or staging_bytes % alignment:
+        return (
+            -1,
+            1,
+            f"it needs memory aligned to {memory} and offsets to {alignment} bytes, staging has "
+            f"buffers of {staging_bytes} bytes aligned to {MEMORY_ALIGNMENT}",
+            False,
+        )
+    try:
+        descriptor = _reopen(name, buffered)
+    except OSError as error:
+        return -1, 1, f"open with O_DIRECT failed: {_name_of(error)}", False
+    if size == 0:
+        return descriptor, alignment, f"O_DIRECT, offsets of {alignment} bytes ({source})", False
+    refusal = _try_direct_read(descriptor, alignment)
+    if refusal is not None:
+        os.close(descriptor)
+        return -1, 1, f"a first read with O_DIRECT failed: {_name_of(refusal)}", False
+    return descriptor, alignment, f"O_DIRECT, offsets of {alignment} bytes ({source})", True
+
+
+def _reopen(name: str, buffered: int) -> int:
+    """Open the same file again with O_DIRECT, through the descriptor where /proc is there."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+    link = f"/proc/self/fd/{buffered}"
+    if os.path.exists(link):
+        return os.open(link, flags)
+    descriptor = os.open(name, flags)
+    if not os.path.sameopenfile(descriptor, buffered):
+        os.close(descriptor)
+        raise OSError(errno.ESTALE, "another file took the path meanwhile", name)
+    return descriptor
+
+
+def _try_direct_read(descriptor: int, alignment: int) -> OSError | None:
+    with mmap.mmap(-1, max(alignment, mmap.PAGESIZE)) as memory:
+        view = memoryview(memory)[:alignment]
+        try:
+            os.preadv(descriptor, [view], 0)
+        except OSError as error:
+            return error
+        finally:
+            view.release()
+    return None
+
+
+def _name_of(error: OSError) -> str:
+    number = error.errno or 0
+    return f"{errno.errorcode.get(number, number)} ({os.strerror(number)})"

@@ -1,0 +1,404 @@
+"""The poller's thread and everything it needs: start, stop, abort, drain, statistics.
+
+Ending is safe from signal handlers and twice: `abort` only raises a word, and `close` takes each
+resource out of its place before it gives it back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba import typeof
+
+from gpuq.compiling import compiled
+from gpuq.config import LoaderConfig
+from gpuq.errors import ClosedError, ForkedError, PollerDiedError, ReaderUnavailableError
+from gpuq.host import poller as serving
+from gpuq.host.device import Device, Region
+from gpuq.host.libc import sleep_ns
+from gpuq.host.reader import flush_reads, reap_read, submit_read
+from gpuq.host.staging import make_staging
+from gpuq.host.tables import DESTINATION_WORDS, SOURCE_WORDS, CapabilityTable
+from gpuq.host.threads import WorkerThreads
+from gpuq.host.uring import make_uring_reader
+from gpuq.layout import (
+    CONTROL_WORDS,
+    FLAG_WORDS,
+    HEARTBEAT,
+    STATE,
+    STATUS_COUNT,
+    SUBMISSION_WORDS,
+    TAIL_WORDS,
+    Queue,
+    State,
+    Status,
+)
+from gpuq.ordering import load_acquire
+
+_STUCK_SECONDS = 5.0
+_LOOK_SECONDS = 0.0002
+_PROBE_BYTES = 4096
+
+# Memory that a stuck read or copy may still touch. It is never freed: to reuse it would be worse.
+_quarantine: list[Any] = []
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a loader has done so far; a snapshot.
+
+    Attributes
+    ----------
+    target, reader : str
+        In use.
+    requests : dict of str to int
+        Completed requests by the name of their status; names with none are left out.
+    outstanding : int
+        Requests admitted and not completed.
+    bytes : int
+        Bytes that reached destinations.
+    reads : int
+        Reads handed to the operating system.
+    short_reads : int
+        Reads that brought less than was asked and wanted.
+    retries : int
+        Reads done again: after a short one, an interruption, or a refusal of O_DIRECT.
+    fallbacks : int
+        Reads that were refused with O_DIRECT and done buffered.
+    last_errno : int
+        Of the newest failed read; 0 where none failed.
+    staging_buffers : int
+        Buffers in all.
+    staging_high_water : int
+        Most buffers in use at once.
+    staging_quarantined : int
+        Buffers that are never used again, because a copy from them could not be seen to end.
+    """
+
+    target: str
+    reader: str
+    requests: dict[str, int] = field(default_factory=dict)
+    outstanding: int = 0
+    bytes: int = 0
+    reads: int = 0
+    short_reads: int = 0
+    retries: int = 0
+    fallbacks: int = 0
+    last_errno: int = 0
+    staging_buffers: int = 0
+    staging_high_water: int = 0
+    staging_quarantined: int = 0
+
+
+@dataclass
+class ReaderChoice:
+    """A reader, why it was taken, and what stands behind it.
+
+    Attributes
+    ----------
+    name : str
+    reason : str
+    reader : NamedTuple
+    ring : MappedRing or None
+    workers : WorkerThreads or None
+    """
+
+    name: str
+    reason: str
+    reader: Any
+    ring: Any = None
+    workers: Any = None
+
+    def stop(self) -> bool:
+        """Give back what stands behind it; False where a worker is stuck in a read."""
+        if self.ring is not None:
+            self.ring.close()
+        return self.workers is None or self.workers.stop(_STUCK_SECONDS)
+
+
+@compiled
+def _try_reader(reader: Any, descriptor: Any, address: Any, nbytes: Any) -> Any:
+    """Read once through a reader; return its result, or -ETIME (62) after a second."""
+    submit_read(reader, 0, descriptor, 0, address, nbytes)
+    failure = flush_reads(reader)
+    if failure != 0:
+        return -failure
+    for _ in range(10_000):
+        lease, result = reap_read(reader)
+        if lease == 0:
+            return result
+        sleep_ns(100_000)
+    return -62
+
+
+def probe_reader(reader: Any) -> int:
+    """Read a page of known bytes through a reader; return 0 or an errno."""
+    expected = os.urandom(_PROBE_BYTES)
+    buffer = np.zeros(_PROBE_BYTES, dtype=np.uint8)
+    descriptor = os.memfd_create("gpuq-probe")
+    try:
+        os.write(descriptor, expected)
+        result = int(_try_reader(reader, descriptor, buffer.ctypes.data, _PROBE_BYTES))
+    finally:
+        os.close(descriptor)
+    if result < 0:
+        return -result
+    return 0 if buffer.tobytes() == expected else 5
+
+
+def choose_reader(config: LoaderConfig) -> ReaderChoice:
+    """Set up the reader that the settings ask for, or the best that really reads.
+
+    Raises
+    ------
+    ReaderUnavailableError
+        ``reader="io_uring"`` was asked for and does not work here.
+    """
+    reason = 'reader="threads" was asked for'
+    if config.reader != "threads":
+        try:
+            return _uring(config)
+        except ReaderUnavailableError as error:
+            if config.reader == "io_uring":
+                raise
+            reason = error.strerror or str(error)
+    workers = WorkerThreads(config.staging_buffers, config.reader_threads)
+    return ReaderChoice("threads", reason, workers.reader, workers=workers)
+
+
+def _uring(config: LoaderConfig) -> ReaderChoice:
+    reader, ring = make_uring_reader(config.staging_buffers)
+    number = probe_reader(reader)
+    if number != 0:
+        ring.close()
+        raise ReaderUnavailableError(
+            number, f"io_uring was set up, but a read with it failed: {os.strerror(number)}"
+        )
+    asked = "was asked for" if config.reader == "io_uring" else "a trial read with it succeeded"
+    return ReaderChoice("io_uring", asked, reader, ring=ring)
+
+
+@dataclass
+class _Outcome:
+    """How the poller's thread ended; written by it alone, before it ends."""
+
+    error: BaseException | None = None
+    is_dirty: bool = False
+
+
+def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
+    """Serve, and abort the queue whatever goes wrong; the body of the thread."""
+    try:
+        device.enter_thread()
+        number = serving.serve(poller)
+        if number != 0:
+            outcome.is_dirty = True
+            outcome.error = OSError(number, f"the reader failed: {os.strerror(number)}")
+    except BaseException as error:
+        outcome.is_dirty = True
+        outcome.error = error
+    finally:
+        if int(load_acquire(poller.control, STATE)) != State.CLOSED:
+            serving.raise_state(poller.control, int(State.ABORTED))
+
+
+class Service:
+    """One queue, its memory and its poller.
+
+    Parameters
+    ----------
+    config : LoaderConfig
+    device : Device
+
+    Raises
+    ------
+    ReaderUnavailableError
+        The reader that was asked for does not work here. Nothing is left behind.
+    """
+
+    def __init__(self, config: LoaderConfig, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.sources = CapabilityTable(config.sources, SOURCE_WORDS, "source")
+        self.destinations = CapabilityTable(config.destinations, DESTINATION_WORDS, "destination")
+        self.queue = Queue(
+            submissions=device.mapped_words(config.slots * SUBMISSION_WORDS),
+            flags=device.mapped_words(config.slots * FLAG_WORDS),
+            control=device.mapped_words(CONTROL_WORDS),
+            tail=device.own_words(TAIL_WORDS, 0, 0),
+            turns=device.own_words(config.slots, 0, 1),
+            capacity=config.slots,
+            post_timeout_ns=config.post_timeout_ns,
+        )
+        self._memory: list[Region] = [device.staging(config.staging_buffers * config.staging_bytes)]
+        self.lock = threading.RLock()
+        self._pid = os.getpid()
+        self._outcome = _Outcome()
+        self._reported = False
+        self._released = False
+        self.choice = choose_reader(config)
+        staging = make_staging(
+            config.staging_buffers, config.staging_bytes, self._memory[0].address
+        )
+        self.poller = serving.make_poller(
+            submissions=self.queue.submissions,
+            flags=self.queue.flags,
+            control=self.queue.control,
+            sources=self.sources.words,
+            destinations=self.destinations.words,
+            capacity=config.slots,
+            staging=staging,
+            reader=self.choice.reader,
+            copier=device.copier(config.staging_buffers),
+        )
+        self._thread = threading.Thread(
+            target=_run,
+            args=(self.poller, device, self._outcome),
+            name="gpuq-poller",
+            daemon=True,
+        )
+
+    def start(self) -> None:
+        """Compile what serves, then start the threads and open the queue."""
+        try:
+            serving.raise_state(self.queue.control, int(State.NEW))
+            if hasattr(serving.serve, "compile"):
+                serving.serve.compile((typeof(self.poller),))
+            if self.choice.workers is not None:
+                self.choice.workers.start()
+            serving.raise_state(self.queue.control, int(State.RUNNING))
+            self._thread.start()
+        except BaseException:
+            serving.raise_state(self.queue.control, int(State.ABORTED))
+            self.choice.stop()
+            self._released = True
+            raise
+
+    # --- what every host call asks first ---
+
+    def check(self) -> None:
+        """Raise what the caller must know before anything is done.
+
+        Raises
+        ------
+        ForkedError, PollerDiedError, ClosedError
+        """
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"this loader belongs to process {self._pid}; make one in the forked process"
+            )
+        self._raise_death()
+        if self.state >= State.CLOSING:
+            raise ClosedError(f"the loader is {self.state.name.lower()}")
+
+    def _raise_death(self) -> None:
+        error = self._outcome.error
+        if error is not None:
+            self._reported = True
+            raise PollerDiedError(f"the poller ended by an error: {error}") from error
+
+    @property
+    def state(self) -> State:
+        """Where the queue is in its life."""
+        return State(int(load_acquire(self.queue.control, STATE)))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the poller's thread is alive in this process."""
+        return os.getpid() == self._pid and self._thread.is_alive()
+
+    # --- entries ---
+
+    def close_entry(self, table: CapabilityTable, handle: int) -> None:
+        """Refuse new requests for a handle, wait for those admitted, and give its index back.
+
+        The wait is over when no request uses the entry any more, or the poller is gone. It can
+        be interrupted; the handle stays refused then.
+        """
+        with self.lock:
+            table.retract(handle)
+        seen = self._heartbeat()
+        # An admission that still saw the handle belongs to a pass that had begun.
+        while self.is_serving and (
+            self._heartbeat() < seen + 2 or table.in_flight(handle) > 0
+        ):
+            time.sleep(_LOOK_SECONDS)
+        with self.lock:
+            table.recycle(handle)
+
+    def _heartbeat(self) -> int:
+        return int(load_acquire(self.queue.control, HEARTBEAT))
+
+    # --- the end ---
+
+    def abort(self) -> None:
+        """Release every waiting kernel at once; return without waiting for anything."""
+        if os.getpid() == self._pid:
+            serving.raise_state(self.queue.control, int(State.ABORTED))
+
+    def close(self) -> None:
+        """Serve what was posted, then stop and give everything back; a second call does nothing.
+
+        Raises
+        ------
+        PollerDiedError
+            The poller had ended by an error that no call has raised yet.
+        """
+        if os.getpid() != self._pid:
+            return
+        serving.raise_state(self.queue.control, int(State.CLOSING))
+        self.join()
+        if not self._reported:
+            self._raise_death()
+
+    def join(self) -> None:
+        """Wait for the poller's thread and give back what it used."""
+        if self._thread is threading.current_thread():
+            return
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+        with self.lock:
+            if self._released:
+                return
+            self._released = True
+        if not self.choice.stop() or self._outcome.is_dirty:
+            _quarantine.append((self._memory, self.poller))
+            return
+        self._memory = []
+        self.device.close()
+
+    def finish(self) -> None:
+        """End a queue that its owner forgot: nothing raises, nothing waits for kernels."""
+        self.abort()
+        if os.getpid() == self._pid and not self._released:
+            self.join()
+
+    # --- what was done ---
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot; each figure is exact, the set may be a pass apart."""
+        words = [
+            int(load_acquire(self.poller.statistics, position))
+            for position in range(serving.STATISTICS_WORDS)
+        ]
+        requests = {Status(code).name: n for code, n in enumerate(words[:STATUS_COUNT]) if n}
+        return Statistics(
+            target=self.device.name,
+            reader=self.choice.name,
+            requests=requests,
+            outstanding=int(self.poller.cursor[serving.REQUESTS]),
+            bytes=words[serving.STATISTICS_BYTES],
+            reads=words[serving.STATISTICS_READS],
+            short_reads=words[serving.STATISTICS_SHORT_READS],
+            retries=words[serving.STATISTICS_RETRIES],
+            fallbacks=words[serving.STATISTICS_FALLBACKS],
+            last_errno=words[serving.STATISTICS_LAST_ERRNO],
+            staging_buffers=self.config.staging_buffers,
+            staging_high_water=words[serving.STATISTICS_HIGH_WATER],
+            staging_quarantined=words[serving.STATISTICS_QUARANTINED],
+        )

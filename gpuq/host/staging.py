@@ -1,0 +1,121 @@
+"""Staging buffers and leases: the right to one buffer, from read to the end of its own copy.
+
+A lease goes FREE → READING → COPYING → FREE. It leaves COPYING only when its own copy was seen
+complete; there is no shared event, no batch, and no list from which a second party infers that a
+buffer is free. A lease whose state is not certain is QUARANTINED and never given out again.
+
+Only the poller touches this state, so it needs no order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuq.compiling import compiled
+
+# Phases of a lease.
+FREE = 0
+READING = 1
+COPYING = 2
+QUARANTINED = 3
+
+# Columns of a lease's record: the piece that it carries.
+PHASE = 0
+LEASE_SLOT = 1  # of the request
+DESCRIPTOR = 2
+LEASE_IS_DIRECT = 3
+LEASE_ALIGNMENT = 4
+SPAN_START = 5  # file offset of the buffer's first byte
+SPAN_BYTES = 6  # bytes to read
+SKIP = 7  # bytes before the wanted ones
+WANTED = 8  # bytes that the request wants
+FILLED = 9  # bytes known to be in the buffer, from its begin
+RESUMED = 10  # where the read in flight began, from the buffer's begin
+INTERRUPTIONS = 11  # EINTR and EAGAIN in a row
+TO = 12  # destination address
+LEASE_WORDS = 16
+
+# Counts.
+FREE_COUNT = 0
+HIGH_WATER = 1  # most leases out at once
+QUARANTINED_COUNT = 2
+COUNT_WORDS = 8
+
+
+class Staging(NamedTuple):
+    """The pool: `leases` are records, `free` is a stack of lease numbers.
+
+    Attributes
+    ----------
+    leases : array of int64, shape (buffers, LEASE_WORDS)
+    free : array of int64, shape (buffers,)
+    counts : array of int64, shape (COUNT_WORDS,)
+    address : int
+        Of buffer 0; the buffers follow one another.
+    buffer_bytes : int
+    """
+
+    leases: Any
+    free: Any
+    counts: Any
+    address: int
+    buffer_bytes: int
+
+
+def make_staging(buffers: int, buffer_bytes: int, address: int) -> Staging:
+    """Build the pool over memory that the caller owns, ``buffers * buffer_bytes`` from `address`."""
+    counts = np.zeros(COUNT_WORDS, dtype=np.int64)
+    counts[FREE_COUNT] = buffers
+    return Staging(
+        leases=np.zeros((buffers, LEASE_WORDS), dtype=np.int64),
+        free=np.arange(buffers - 1, -1, -1, dtype=np.int64),
+        counts=counts,
+        address=address,
+        buffer_bytes=buffer_bytes,
+    )
+
+
+@compiled
+def take(staging: Any) -> Any:
+    """Move a lease from FREE to READING and return it; -1 where none is free."""
+    left = staging.counts[FREE_COUNT]
+    if left == 0:
+        return -1
+    lease = staging.free[left - 1]
+    staging.counts[FREE_COUNT] = left - 1
+    staging.leases[lease, PHASE] = READING
+    out = len(staging.free) - (left - 1) - staging.counts[QUARANTINED_COUNT]
+    staging.counts[HIGH_WATER] = max(staging.counts[HIGH_WATER], out)
+    return lease
+
+
+@compiled
+def begin_copy(staging: Any, lease: Any) -> None:
+    """Move a lease from READING to COPYING."""
+    assert staging.leases[lease, PHASE] == READING
+    staging.leases[lease, PHASE] = COPYING
+
+
+@compiled
+def give_back(staging: Any, lease: Any) -> None:
+    """Move a lease to FREE: its read is over and its copy, if it had one, was seen complete."""
+    phase = staging.leases[lease, PHASE]
+    assert phase == READING or phase == COPYING
+    staging.leases[lease, PHASE] = FREE
+    staging.free[staging.counts[FREE_COUNT]] = lease
+    staging.counts[FREE_COUNT] += 1
+
+
+@compiled
+def quarantine(staging: Any, lease: Any) -> None:
+    """Never use this buffer again: something may still read or write it."""
+    staging.leases[lease, PHASE] = QUARANTINED
+    staging.counts[QUARANTINED_COUNT] += 1
+
+
+@compiled
+def buffer_address(staging: Any, lease: Any) -> Any:
+    """Return the address of a lease's buffer."""
+    return staging.address + lease * staging.buffer_bytes

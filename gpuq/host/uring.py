@@ -1,0 +1,155 @@
+"""The io_uring reader: reads through one ring, submitted and reaped by compiled code."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuq.compiling import implements
+from gpuq.host.libc import SYS_IO_URING_ENTER, system_call
+from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
+from gpuq.host.uring_abi import (
+    CQE_WORDS,
+    ENTER_EXT_ARG,
+    ENTER_GETEVENTS,
+    OP_READ,
+    SQE_WORDS,
+    MappedRing,
+    map_ring,
+)
+from gpuq.ordering import as_signed, as_word, load_acquire, store_release
+
+# Private words of the poller.
+_TAIL = 0  # submission entries filled
+_UNSENT = 1  # of these, not yet handed to the kernel
+_HEAD = 2  # completion entries consumed
+_TIMESPEC = 4  # struct __kernel_timespec: seconds, nanoseconds
+_ARGUMENT = 6  # struct io_uring_getevents_arg: sigmask, sigmask_sz + pad, ts
+_WORDS = 16
+
+_EAGAIN, _EBUSY, _EINTR = errno.EAGAIN, errno.EBUSY, errno.EINTR
+_ARGUMENT_BYTES = 24
+_RESULT_MASK = 0xFFFFFFFF
+_RESULT_SIGN = 1 << 31
+
+
+class UringReader(NamedTuple):
+    """The ring as compiled code sees it; the kernel reads and writes the uint32 words.
+
+    Attributes
+    ----------
+    descriptor, sq_mask, cq_mask : int
+    sq_tail, cq_head, cq_tail : array of uint32, shape (1,)
+    sqes, cqes : array of uint64
+    words : array of int64
+        The poller's own.
+    words_address : int
+    """
+
+    descriptor: int
+    sq_mask: int
+    cq_mask: int
+    sq_tail: Any
+    cq_head: Any
+    cq_tail: Any
+    sqes: Any
+    cqes: Any
+    words: Any
+    words_address: int
+
+
+def make_uring_reader(reads: int) -> tuple[UringReader, MappedRing]:
+    """Set up a ring for `reads` reads at once.
+
+    Raises
+    ------
+    ReaderUnavailableError
+        The system refuses io_uring.
+    """
+    ring = map_ring(1 << max(reads - 1, 0).bit_length())
+    words = np.zeros(_WORDS, dtype=np.int64)
+    words[_ARGUMENT + 2] = words.ctypes.data + _TIMESPEC * 8
+    reader = UringReader(
+        descriptor=ring.descriptor,
+        sq_mask=ring.sq_entries - 1,
+        cq_mask=ring.cq_entries - 1,
+        sq_tail=ring.sq_tail,
+        cq_head=ring.cq_head,
+        cq_tail=ring.cq_tail,
+        sqes=ring.sqes,
+        cqes=ring.cqes,
+        words=words,
+        words_address=words.ctypes.data,
+    )
+    return reader, ring
+
+
+@implements(submit_read, UringReader)
+def _submit(reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any,
+            nbytes: Any) -> None:
+    # There is room: the ring has an entry for each lease, and a lease one read at a time.
+    tail = reader.words[_TAIL]
+    base = (tail & reader.sq_mask) * SQE_WORDS
+    entry = reader.sqes
+    entry[base] = as_word(OP_READ | descriptor << 32)
+    entry[base + 1] = as_word(offset)
+    entry[base + 2] = as_word(address)
+    entry[base + 3] = as_word(nbytes)
+    entry[base + 4] = as_word(lease)
+    entry[base + 5] = as_word(0)
+    entry[base + 6] = as_word(0)
+    entry[base + 7] = as_word(0)
+    reader.words[_TAIL] = tail + 1
+    reader.words[_UNSENT] += 1
+    # Pairs with the kernel's acquire of the tail in io_uring_enter.
+    store_release(reader.sq_tail, 0, np.uint32(tail + 1))
+
+
+@implements(flush_reads, UringReader)
+def _flush(reader: Any) -> Any:
+    unsent = reader.words[_UNSENT]
+    if unsent == 0:
+        return 0
+    sent = system_call(SYS_IO_URING_ENTER, reader.descriptor, unsent, 0, 0, 0, 0)
+    if sent >= 0:
+        reader.words[_UNSENT] = unsent - sent
+        return 0
+    # Busy or interrupted: what is unsent is handed over again at the next flush.
+    if sent == -_EAGAIN or sent == -_EBUSY or sent == -_EINTR:
+        return 0
+    return -sent
+
+
+@implements(reap_read, UringReader)
+def _reap(reader: Any) -> Any:
+    head = reader.words[_HEAD]
+    # Pairs with the kernel's release of the tail: the entry and the bytes read are visible.
+    if as_signed(load_acquire(reader.cq_tail, 0)) == head & _RESULT_MASK:
+        return -1, 0
+    base = (head & reader.cq_mask) * CQE_WORDS
+    lease = as_signed(reader.cqes[base])
+    result = as_signed(reader.cqes[base + 1]) & _RESULT_MASK
+    if result & _RESULT_SIGN:
+        result -= _RESULT_MASK + 1
+    reader.words[_HEAD] = head + 1
+    # Pairs with the kernel's acquire of the head: the entry has been read.
+    store_release(reader.cq_head, 0, np.uint32(head + 1))
+    return lease, result
+
+
+@implements(await_read, UringReader)
+def _await(reader: Any, timeout_ns: Any) -> None:
+    words = reader.words
+    words[_TIMESPEC] = 0
+    words[_TIMESPEC + 1] = timeout_ns
+    system_call(
+        SYS_IO_URING_ENTER,
+        reader.descriptor,
+        0,
+        1,
+        ENTER_GETEVENTS | ENTER_EXT_ARG,
+        reader.words_address + _ARGUMENT * 8,
+        _ARGUMENT_BYTES,
+    )

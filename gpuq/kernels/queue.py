@@ -1,0 +1,348 @@
+"""The kernel's half of the protocol: post a request, see its answer, free its slot.
+
+One source for all targets: plain Python in the simulator, compiled by Numba for the CPU and to
+PTX for a GPU. The host's half is `gpuq.host.poller`; they share the bytes of `gpuq.layout`.
+
+The protocol
+------------
+::
+
+    claim    a slot is free for ticket t when turns[slot] == t. Only then is t taken from the
+             tail, by compare-and-swap, so a producer that gives up leaves nothing behind.
+    publish  write words 1 to 7, then SEQUENCE = t + 1 with release: that alone says "ready".
+    answer   the host stores flag[slot] = (t + 1) << 16 | errno << 8 | status with release, as
+             the last thing that happens to the request.
+    consume  the waiter that swaps turns[slot] from t to t + capacity owns the answer and frees
+             the slot. Exactly one can: any other gets STALE.
+
+Each word has one writer:
+
+===================  =====================================  ==================================
+word                 writer                                 order
+===================  =====================================  ==================================
+tail                 producers                              compare-and-swap, device
+turns[slot]          the waiter that consumes the slot      compare-and-swap / acquire, device
+submission 1 to 7    the producer that holds the ticket     plain, ordered by SEQUENCE
+submission SEQUENCE  that producer                          release / acquire, system
+flag[slot]           the poller                             release / acquire, system
+control              the host                               release / acquire, system
+===================  =====================================  ==================================
+
+Tickets are signed: a negative one is ``-Status``, what `post` returns where nothing was posted.
+`wait` and its kin hand such a ticket's status back, so that ``wait(q, post(...))`` needs no test
+in between.
+
+A thread that holds as many tickets as the queue has slots, and waits for none of them, cannot
+post another: `post` returns ``-Status.NO_SLOT`` when the queue's ``post_timeout_ns`` is over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuq.compiling import protocol
+from gpuq.layout import (
+    DESTINATION,
+    END,
+    FLAG_ERRNO_MASK,
+    FLAG_ERRNO_SHIFT,
+    FLAG_SEQUENCE_SHIFT,
+    FLAG_STATUS_MASK,
+    FLAG_WORDS,
+    OFFSET,
+    OPTIONS,
+    SEQUENCE,
+    SOURCE,
+    START,
+    STATE,
+    SUBMISSION_WORDS,
+    TAG,
+    State,
+    Status,
+)
+from gpuq.ordering import (
+    as_signed,
+    as_word,
+    clock_ns,
+    compare_exchange,
+    load_acquire,
+    load_acquire_device,
+    load_relaxed,
+    relax,
+    store_release,
+)
+
+_OK = int(Status.OK)
+_PENDING = int(Status.PENDING)
+_STALE = int(Status.STALE)
+_TIMED_OUT = int(Status.TIMED_OUT)
+_NO_SLOT = int(Status.NO_SLOT)
+_ABORTED = int(Status.ABORTED)
+_RUNNING = int(State.RUNNING)
+_CLOSING = int(State.CLOSING)
+
+_CLAIM_ATTEMPTS = 64
+_SPINS_PER_LOOK = 16
+_FOREVER = -1
+
+
+@protocol
+def claim(q: Any) -> Any:
+    """Take the next ticket if its slot is free; return it, or ``-Status.NO_SLOT``."""
+    ticket = as_signed(load_relaxed(q.tail, 0))
+    for _ in range(_CLAIM_ATTEMPTS):
+        slot = ticket & (q.capacity - 1)
+        # Acquire pairs with the consumer's compare-and-swap: its loads of the slot's flag are
+        # over before this producer's stores to the slot begin.
+        if as_signed(load_acquire_device(q.turns, slot)) == ticket:
+            before = as_signed(compare_exchange(q.tail, 0, as_word(ticket), as_word(ticket + 1)))
+            if before == ticket:
+                return ticket
+            ticket = before
+        else:
+            now = as_signed(load_relaxed(q.tail, 0))
+            if now == ticket:
+                return -_NO_SLOT
+            ticket = now
+    return -_NO_SLOT
+
+
+@protocol
+def publish(q: Any, ticket: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
+            tag: Any) -> None:
+    """Write the submission of a claimed ticket and make it visible to the poller."""
+    words = q.submissions
+    base = (ticket & (q.capacity - 1)) * SUBMISSION_WORDS
+    words[base + SOURCE] = as_word(source)
+    words[base + DESTINATION] = as_word(destination)
+    words[base + START] = as_word(start)
+    words[base + END] = as_word(end)
+    words[base + OFFSET] = as_word(offset)
+    words[base + TAG] = as_word(tag)
+    words[base + OPTIONS] = as_word(0)
+    # Pairs with the poller's acquire of the same word in `admit`.
+    store_release(words, base + SEQUENCE, as_word(ticket + 1))
+
+
+@protocol
+def try_post_at(q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
+                tag: Any) -> Any:
+    """Post like `post_at` if a slot is free at this moment; never spin for one.
+
+    Returns
+    -------
+    int
+        The ticket, or ``-Status.NO_SLOT``.
+    """
+    ticket = claim(q)
+    if ticket >= 0:
+        publish(q, ticket, source, destination, offset, start, end, tag)
+    return ticket
+
+
+@protocol
+def try_post(q: Any, source: Any, destination: Any, start: Any, end: Any, tag: Any) -> Any:
+    """Post like `post` if a slot is free at this moment; never spin for one.
+
+    Returns
+    -------
+    int
+        The ticket, or ``-Status.NO_SLOT``.
+    """
+    return try_post_at(q, source, destination, 0, start, end, tag)
+
+
+@protocol
+def post_at(q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
+            tag: Any) -> Any:
+    """Ask for bytes ``[start, end)`` of a source, to land at `offset` of a destination.
+
+    Parameters
+    ----------
+    q : Queue
+        ``loader.queue``.
+    source, destination : int
+        Handles, from ``loader.open(...).handle`` and ``loader.register(...).handle``.
+    offset : int
+        Where the first byte goes, in bytes from the destination's begin.
+    start, end : int
+        Range in the source, in bytes; `end` is one past the last.
+    tag : int
+        64 bits of the caller's own, for traces.
+
+    Returns
+    -------
+    int
+        A ticket for `wait`, `wait_for` or `poll`. Negative where nothing was posted:
+        ``-Status.NO_SLOT`` when no slot came free within the queue's ``post_timeout_ns``,
+        ``-Status.ABORTED`` when the queue is closing or was aborted while this waited.
+    """
+    ticket = claim(q)
+    spins = 0
+    deadline = 0
+    while ticket < 0:
+        if as_signed(load_acquire(q.control, STATE)) != _RUNNING:
+            return -_ABORTED
+        now = clock_ns()
+        if spins == 0:
+            deadline = now + q.post_timeout_ns
+        elif now >= deadline:
+            return -_NO_SLOT
+        relax(spins)
+        spins += 1
+        ticket = claim(q)
+    publish(q, ticket, source, destination, offset, start, end, tag)
+    return ticket
+
+
+@protocol
+def post(q: Any, source: Any, destination: Any, start: Any, end: Any, tag: Any) -> Any:
+    """Ask for bytes ``[start, end)`` of a source, to land at the begin of a destination.
+
+    `post_at` with offset 0; see there for parameters and for what is returned.
+    """
+    return post_at(q, source, destination, 0, start, end, tag)
+
+
+@protocol
+def flag_of(q: Any, ticket: Any) -> Any:
+    """Load the completion flag of the ticket's slot (acquire), as a signed word."""
+    # Pairs with the poller's release in `complete`: the bytes are visible with the flag.
+    return as_signed(load_acquire(q.flags, (ticket & (q.capacity - 1)) * FLAG_WORDS))
+
+
+@protocol
+def judge(flag: Any, ticket: Any) -> Any:
+    """Say what a completion flag means for `ticket`: a final status, STALE or PENDING."""
+    sequence = flag >> FLAG_SEQUENCE_SHIFT
+    if sequence == ticket + 1:
+        return flag & FLAG_STATUS_MASK
+    if sequence > ticket + 1:
+        return _STALE
+    return _PENDING
+
+
+@protocol
+def judge_silence(q: Any, ticket: Any) -> Any:
+    """Say whether an answer to `ticket` can still come: PENDING if so, else what to return."""
+    if as_signed(load_relaxed(q.tail, 0)) <= ticket:
+        return _STALE
+    state = as_signed(load_acquire(q.control, STATE))
+    if state == _RUNNING or state == _CLOSING:
+        return _PENDING
+    # The state is raised after the last answer: an answer that is not here now never comes.
+    status = judge(flag_of(q, ticket), ticket)
+    return _ABORTED if status == _PENDING else status
+
+
+@protocol
+def poll(q: Any, ticket: Any) -> Any:
+    """Look once whether a request was answered; consume nothing.
+
+    Returns
+    -------
+    int
+        ``Status.PENDING``, or the request's status, also where another thread consumed it
+        already. The bytes may be read when it is ``Status.OK``; the slot stays taken until
+        `wait` is called.
+    """
+    if ticket < 0:
+        return -ticket
+    status = judge(flag_of(q, ticket), ticket)
+    return judge_silence(q, ticket) if status == _PENDING else status
+
+
+@protocol
+def errno_of(q: Any, ticket: Any) -> Any:
+    """Return the errno in a ticket's completion flag, 0 where there is none.
+
+    Meaningful after `poll` said ``Status.READ_FAILED`` and before `wait` frees the slot.
+    """
+    if ticket < 0:
+        return 0
+    flag = flag_of(q, ticket)
+    if flag >> FLAG_SEQUENCE_SHIFT != ticket + 1:
+        return 0
+    return (flag >> FLAG_ERRNO_SHIFT) & FLAG_ERRNO_MASK
+
+
+@protocol
+def consume(q: Any, ticket: Any, status: Any) -> Any:
+    """Free the slot of an answered ticket; return `status`, or STALE where another did it."""
+    # Acquire-release pairs with `claim`: this thread's loads of the flag come before the free.
+    slot = ticket & (q.capacity - 1)
+    turn = compare_exchange(q.turns, slot, as_word(ticket), as_word(ticket + q.capacity))
+    return status if as_signed(turn) == ticket else _STALE
+
+
+@protocol
+def settle(q: Any, ticket: Any, timeout_ns: Any) -> Any:
+    """Spin until the ticket's answer is there or can no longer come, or the time is over."""
+    if ticket < 0:
+        return -ticket
+    spins = 0
+    deadline = 0
+    while True:
+        status = judge(flag_of(q, ticket), ticket)
+        if status == _STALE:
+            return _STALE
+        if status != _PENDING:
+            return consume(q, ticket, status)
+        if spins % _SPINS_PER_LOOK == 0:
+            status = judge_silence(q, ticket)
+            if status == _STALE or status == _ABORTED:
+                return status
+        if timeout_ns >= 0:
+            now = clock_ns()
+            if spins == 0:
+                deadline = now + timeout_ns
+            if now >= deadline:
+                return _TIMED_OUT
+        relax(spins)
+        spins += 1
+
+
+@protocol
+def wait(q: Any, ticket: Any) -> Any:
+    """Wait for a request's answer and free its slot.
+
+    Parameters
+    ----------
+    q : Queue
+    ticket : int
+        From `post`. A negative one is handed back as the status that it carries.
+
+    Returns
+    -------
+    int
+        A `Status`. ``OK``: every byte is in the destination and this thread may read it.
+        ``STALE``: the ticket was consumed before. ``ABORTED``: the queue ended without an
+        answer; bytes may still arrive in the destination until the `Loader` is closed.
+    """
+    return settle(q, ticket, _FOREVER)
+
+
+@protocol
+def wait_for(q: Any, ticket: Any, timeout_ns: Any) -> Any:
+    """Wait like `wait`, for at most `timeout_ns` nanoseconds.
+
+    Returns
+    -------
+    int
+        A `Status`. ``TIMED_OUT`` leaves the ticket outstanding: wait for it again. The
+        destination still belongs to the request.
+    """
+    return settle(q, ticket, timeout_ns if timeout_ns > 0 else 0)
+
+
+@protocol
+def pull_at(q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
+            tag: Any) -> Any:
+    """Ask like `post_at` and wait for the answer; return its `Status`."""
+    return wait(q, post_at(q, source, destination, offset, start, end, tag))
+
+
+@protocol
+def pull(q: Any, source: Any, destination: Any, start: Any, end: Any, tag: Any) -> Any:
+    """Ask like `post` and wait for the answer; return its `Status`."""
+    return wait(q, post(q, source, destination, start, end, tag))

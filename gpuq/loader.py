@@ -1,0 +1,465 @@
+"""The `Loader`: what users hold. It composes a queue for kernels with the service behind it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from gpuq.compiling import SIMULATED
+from gpuq.config import DIRECT_MODES, LoaderConfig
+from gpuq.errors import (
+    ClosedError,
+    ConfigError,
+    DestinationError,
+    SourceError,
+    TargetUnavailableError,
+)
+from gpuq.host.device import CpuDevice, Device, SimulatorDevice
+from gpuq.host.direct_file import OpenFile, open_file
+from gpuq.host.service import Service, Statistics
+from gpuq.host.tables import (
+    ADDRESS,
+    ALIGNMENT,
+    BUFFERED_DESCRIPTOR,
+    DIRECT_DESCRIPTOR,
+    FALLBACK_ERRNO,
+    IS_DIRECT,
+    IS_PROVEN,
+    LIMIT_END,
+    LIMIT_START,
+    MAX_OFFSET,
+    MUST_BE_DIRECT,
+    NBYTES,
+)
+from gpuq.layout import Queue, State
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a source is read, and why.
+
+    Attributes
+    ----------
+    path : str
+    direct : bool
+        Whether reads bypass the page cache now.
+    alignment : int
+        Bytes; of offset and length of the reads.
+    reason : str
+        Why they do or do not.
+    reader, reader_reason : str
+    target, target_reason : str
+    """
+
+    path: str
+    direct: bool
+    alignment: int
+    reason: str
+    reader: str
+    reader_reason: str
+    target: str
+    target_reason: str
+
+    def __str__(self) -> str:
+        mode = "direct" if self.direct else "buffered"
+        return (
+            f"{self.path}: {mode} ({self.reason}); reader {self.reader} ({self.reader_reason}); "
+            f"target {self.target} ({self.target_reason})"
+        )
+
+
+class Source:
+    """A file that kernels may read, by `handle`. Made by `Loader.open`.
+
+    Attributes
+    ----------
+    handle : int
+        What kernels name it by.
+    path : str
+    size : int
+        Bytes of the file when it was opened.
+    start, end : int
+        The range that kernels may ask for, in bytes; `end` is one past the last.
+    """
+
+    def __init__(
+        self, service: Service, file: OpenFile, handle: int, start: int, end: int
+    ) -> None:
+        self.handle = handle
+        self.path = file.path
+        self.size = file.size
+        self.start = start
+        self.end = end
+        self._service = service
+        self._file: OpenFile | None = file
+
+    @property
+    def is_open(self) -> bool:
+        """Whether kernels may still read it."""
+        return self._file is not None
+
+    def close(self) -> None:
+        """Refuse new requests, wait for those admitted, and close the file. Twice is harmless."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                self._service.close_entry(self._service.sources, self.handle)
+            except BaseException:
+                self._file = file
+                raise
+            file.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self.is_open else ", closed"
+        return f"<gpuq.Source {self.path!r}, {self.size} bytes, handle {self.handle:#x}{state}>"
+
+
+class Destination:
+    """An array that kernels may have bytes put into, by `handle`. Made by `Loader.register`.
+
+    Attributes
+    ----------
+    handle : int
+        What kernels name it by.
+    nbytes : int
+    array : array
+        Kept alive until `unregister`.
+    """
+
+    def __init__(self, service: Service, array: Any, owner: Any, handle: int, nbytes: int) -> None:
+        self.handle = handle
+        self.nbytes = nbytes
+        self.array = array
+        self._owner = owner
+        self._service = service
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether kernels may still have bytes put there."""
+        return self._owner is not None
+
+    def unregister(self) -> None:
+        """Refuse new requests, wait for those admitted, and let the array go. Twice is harmless."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            try:
+                self._service.close_entry(self._service.destinations, self.handle)
+            except BaseException:
+                self._owner = owner
+                raise
+
+    def __repr__(self) -> str:
+        state = "" if self.is_registered else ", unregistered"
+        return f"<gpuq.Destination of {self.nbytes} bytes, handle {self.handle:#x}{state}>"
+
+
+class Loader:
+    """A queue that kernels post to, and the poller that serves it.
+
+    Parameters
+    ----------
+    config : LoaderConfig, optional
+        All settings at once.
+    **settings
+        Single settings instead; see `LoaderConfig`. What is not given comes from the environment
+        (GPUQ_TARGET, GPUQ_READER, GPUQ_DIRECT) and then from the defaults.
+
+    Attributes
+    ----------
+    queue : Queue
+        What kernels are handed.
+    config : LoaderConfig
+    target, target_reason : str
+        Where kernels run, and why there.
+
+    Raises
+    ------
+    ConfigError, TargetUnavailableError, ReaderUnavailableError
+        Nothing was started.
+
+    Examples
+    --------
+    >>> with gpuq.Loader() as loader:                       # doctest: +SKIP
+    ...     source = loader.open("weights.bin")
+    ...     tile = loader.register(np.empty(4096, np.uint8))
+    ...     kernel(loader.queue, source.handle, tile.handle)
+    """
+
+    def __init__(self, config: LoaderConfig | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise ConfigError("give either a LoaderConfig or single settings, not both")
+        self.config = config or LoaderConfig.from_environment(**settings)
+        device, self.target_reason = _choose_device(self.config.target)
+        self.target = device.name
+        self._service = Service(self.config, device)
+        self._service.start()
+        self.queue: Queue = self._service.queue
+        self._sources: dict[int, Source] = {}
+        self._destinations: dict[int, Destination] = {}
+        # Runs at interpreter exit too, while the poller's daemon thread is still served.
+        self._finalizer = weakref.finalize(
+            self, _finish, self._service, self._sources, self._destinations
+        )
+
+    # --- sources ---
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        direct: str | None = None,
+        start: int = 0,
+        end: int | None = None,
+    ) -> Source:
+        """Open a file for kernels to read.
+
+        Parameters
+        ----------
+        path : path-like
+            A regular file or a block device.
+        direct : {"auto", "require", "off"}, optional
+            Whether it is read with O_DIRECT; by default as the loader's settings say.
+        start, end : int
+            Range that kernels may ask for, in bytes; beyond it they get
+            ``Status.OUT_OF_BOUNDS``. By default the whole file, whose end is wherever it is when
+            a read comes there (``Status.END_OF_FILE``).
+
+        Raises
+        ------
+        OSError
+            The system refuses to open it; `filename` names it.
+        SourceError
+            It is no file to read from, the range is wrong, or too many sources are open.
+        DirectUnavailableError
+            ``direct="require"``, and direct reads do not work for this file.
+        ClosedError, PollerDiedError, ForkedError
+            The loader cannot be used any more.
+        """
+        self._service.check()
+        mode = self.config.direct if direct is None else direct
+        if mode not in DIRECT_MODES:
+            raise ConfigError(f"direct must be one of {', '.join(DIRECT_MODES)}, not {direct!r}")
+        limit = MAX_OFFSET if end is None else end
+        if not 0 <= start <= limit <= MAX_OFFSET:
+            raise SourceError(
+                f"{os.fspath(path)}: the range {start} to {end} is none; "
+                f"0 <= start <= end <= 2**62 is needed"
+            )
+        file = open_file(path, mode, self.config.staging_bytes)
+        with self._service.lock:
+            index = self._service.sources.reserve()
+            if index < 0:
+                file.close()
+                raise SourceError(
+                    f"{file.path}: {self.config.sources} sources are open already (setting sources)"
+                )
+            handle = self._service.sources.publish(
+                index,
+                {
+                    DIRECT_DESCRIPTOR: file.direct,
+                    BUFFERED_DESCRIPTOR: file.buffered,
+                    ALIGNMENT: file.alignment,
+                    LIMIT_START: start,
+                    LIMIT_END: limit,
+                    IS_DIRECT: int(file.direct >= 0),
+                    MUST_BE_DIRECT: int(mode == "require"),
+                    IS_PROVEN: int(file.proven),
+                },
+            )
+            source = Source(self._service, file, handle, start, limit)
+            self._prune()
+            self._sources[handle] = source
+        return source
+
+    def explain(self, source: Source) -> Explanation:
+        """Say how a source is read and why."""
+        table = self._service.sources
+        if not source.is_open or source.handle not in self._sources:
+            raise SourceError(f"{source!r} is not open in this loader")
+        file = source._file
+        assert file is not None
+        direct = bool(table.word(source.handle, IS_DIRECT))
+        number = table.word(source.handle, FALLBACK_ERRNO)
+        reason = file.reason
+        if number:
+            what = "all reads" if not direct else "some reads"
+            reason += f", but {what} fell back: {os.strerror(number)}"
+        return Explanation(
+            path=source.path,
+            direct=direct,
+            alignment=file.alignment if direct else 1,
+            reason=reason,
+            reader=self._service.choice.name,
+            reader_reason=self._service.choice.reason,
+            target=self.target,
+            target_reason=self.target_reason,
+        )
+
+    # --- destinations ---
+
+    def register(self, array: Any) -> Destination:
+        """Let kernels have bytes put into an array.
+
+        Parameters
+        ----------
+        array : array
+            Writable and C-contiguous. It is kept alive until it is unregistered or the loader
+            is closed.
+
+        Raises
+        ------
+        DestinationError
+            It is read-only, strided, holds Python objects, or is out of the target's reach; or
+            too many are registered.
+        ClosedError, PollerDiedError, ForkedError
+            The loader cannot be used any more.
+        """
+        self._service.check()
+        region = self._service.device.destination(array)
+        with self._service.lock:
+            index = self._service.destinations.reserve()
+            if index < 0:
+                raise DestinationError(
+                    f"{self.config.destinations} destinations are registered already "
+                    "(setting destinations)"
+                )
+            handle = self._service.destinations.publish(
+                index, {ADDRESS: region.address, NBYTES: region.nbytes}
+            )
+            destination = Destination(self._service, array, region.owner, handle, region.nbytes)
+            self._prune()
+            self._destinations[handle] = destination
+        return destination
+
+    def empty(self, shape: Any, dtype: Any = "uint8") -> Any:
+        """Return an uninitialized array that kernels of this target can read and be given."""
+        self._service.check()
+        return self._service.device.empty(shape, dtype)
+
+    def unregister(self, destination: Destination) -> None:
+        """Same as ``destination.unregister()``."""
+        destination.unregister()
+
+    def _prune(self) -> None:
+        """Forget entries that were closed."""
+        for handle in [h for h, source in self._sources.items() if not source.is_open]:
+            del self._sources[handle]
+        for handle in [h for h, d in self._destinations.items() if not d.is_registered]:
+            del self._destinations[handle]
+
+    # --- life ---
+
+    @property
+    def state(self) -> State:
+        """Where the queue is in its life."""
+        return self._service.state
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of what was done; works on a closed loader too."""
+        return self._service.statistics()
+
+    def check(self) -> None:
+        """Raise if the loader cannot be used any more: `PollerDiedError`, `ClosedError`, `ForkedError`."""
+        self._service.check()
+
+    def abort(self) -> None:
+        """Release every waiting kernel at once, with ``Status.ABORTED``.
+
+        Returns at once; safe from a signal handler and more than once. `close` gives the memory
+        back. Until then a read that was under way may still bring bytes to its destination.
+        """
+        self._service.abort()
+
+    def close(self) -> None:
+        """Serve what was posted, stop the poller, and give everything back.
+
+        Safe from a signal handler; a second call does nothing. After `abort` it only waits for
+        reads under way.
+
+        Raises
+        ------
+        PollerDiedError
+            The poller had ended by an error that no call has raised yet. All was given back.
+        """
+        try:
+            self._service.close()
+        finally:
+            _forget(self._service, self._sources, self._destinations)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abort()
+            try:
+                self.close()
+            except Exception as error:
+                value.add_note(f"and the loader, while it was closed: {error}")  # type: ignore[union-attr]
+            return
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<gpuq.Loader {self.state.name.lower()}, target {self.target}, "
+            f"reader {self._service.choice.name}, {self.config.slots} slots, "
+            f"{self.config.staging_buffers} x {self.config.staging_bytes} bytes of staging>"
+        )
+
+
+def _forget(
+    service: Service, sources: dict[int, Source], destinations: dict[int, Destination]
+) -> None:
+    """Close files and let arrays go once no poller can use them."""
+    if service.is_serving:
+        return
+    while sources:
+        sources.popitem()[1].close()
+    while destinations:
+        destinations.popitem()[1].unregister()
+
+
+def _finish(
+    service: Service, sources: dict[int, Source], destinations: dict[int, Destination]
+) -> None:
+    service.finish()
+    _forget(service, sources, destinations)
+
+
+def _choose_device(target: str) -> tuple[Device, str]:
+    """Return the device for a target and why it was taken.
+
+    Raises
+    ------
+    TargetUnavailableError
+        The target that was asked for does not work here.
+    """
+    if target == "cpu":
+        return CpuDevice(), 'target="cpu" was asked for'
+    if SIMULATED:
+        if target == "cuda":
+            raise TargetUnavailableError(
+                'target="cuda": NUMBA_ENABLE_CUDASIM=1 replaces CUDA by the simulator'
+            )
+        return SimulatorDevice(), "NUMBA_ENABLE_CUDASIM=1 is set"
+    if target == "simulator":
+        raise TargetUnavailableError(
+            'target="simulator": set NUMBA_ENABLE_CUDASIM=1 before Python starts'
+        )
+    if target == "cuda":
+        raise TargetUnavailableError('target="cuda": this version of gpuq has no CUDA device yet')
+    return CpuDevice(), "this version of gpuq has no CUDA device yet"
