@@ -44,23 +44,28 @@ def protocol(function: Function) -> Function:
     return function
 
 
+COMPILED_SOURCES = ("compiling.py", "layout.py", "ordering.py", "host/*.py", "kernels/*.py")
+"""Where compiled code and all that it uses stands, by pattern; a test holds this to the imports."""
+
+
 @functools.cache
 def source_key() -> str:
-    """Return a digest of every Python source of the package.
+    """Return a digest of every source that compiled code may come from.
 
     Numba's own cache looks only at the file that holds the decorated function and would go on
     using machine code that an imported module's change has made stale.
     """
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode())
-        digest.update(path.read_bytes())
+    for pattern in COMPILED_SOURCES:
+        for path in sorted(package.glob(pattern)):
+            digest.update(f"{path.relative_to(package)}\n".encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 class _PackageCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
-    """Numba's on-disk cache, its stamp being the whole package instead of one file."""
+    """Numba's on-disk cache, its stamp being `source_key` instead of one file."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
