@@ -36,7 +36,7 @@ def protocol(function: Function) -> Function:
     def same_source(*_types: Any, **_named_types: Any) -> Function:
         return function
 
-    cpu_overload(function, jit_options={"nogil": True}, strict=False)(same_source)
+    cpu_overload(function, jit_options={"nogil": True, "_nrt": False}, strict=False)(same_source)
     if not SIMULATED:
         from numba.cuda.extending import overload as cuda_overload
 
@@ -81,7 +81,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     Where no directory can hold a cache (read-only home, say), it is compiled in each process.
     """
-    dispatcher = njit(nogil=True)(function)
+    dispatcher = njit(nogil=True, _nrt=False)(function)
     if config.DISABLE_JIT or os.environ.get("GPUQ_CACHE") == "0":
         return dispatcher
     try:
