@@ -1,8 +1,15 @@
 """How plain functions become compiled ones.
 
-`protocol` makes one plain function callable from compiled code of every target, so that the
-protocol has a single source. `compiled` is for functions of the host only: they run without the
-interpreter lock and are cached on disk under a key made of gpuq's own sources.
+============  ==================================================================================
+`protocol`    callable from compiled code of every target: the protocol has a single source
+`inlined`     callable from compiled code of the host; a part of some `compiled` function
+`compiled`    called by Python: runs without the interpreter lock, cached on disk
+`contract`    callable from compiled code of the host, one implementation per type
+============  ==================================================================================
+
+Python code calls all but the compiled ones as the plain functions that they stay. Nothing here
+owns memory, so compiled code counts no references: a tuple of twenty arrays would count every
+one of them at each call.
 """
 
 from __future__ import annotations
@@ -24,6 +31,15 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 """True under NUMBA_ENABLE_CUDASIM=1; Numba reads the variable once, at import."""
 
 
+_PART_OPTIONS = {
+    "nogil": True,
+    "_nrt": False,
+    # Only compiled code calls them; unpacking a tuple of twenty arrays is half the compile time.
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+
 def protocol(function: Function) -> Function:
     """Make `function` callable from `numba.njit` and `numba.cuda.jit` code, and return it as it is.
 
@@ -31,20 +47,32 @@ def protocol(function: Function) -> Function:
     Numba compiles on both targets. Python code and the simulator call it directly.
     """
 
-    # `overload` compares the parameter names of both functions, which `wraps` makes the same.
-    @functools.wraps(function)
-    def same_source(*_types: Any, **_named_types: Any) -> Function:
-        return function
-
-    cpu_overload(function, jit_options={"nogil": True, "_nrt": False}, strict=False)(same_source)
+    inlined(function)
     if not SIMULATED:
         from numba.cuda.extending import overload as cuda_overload
 
-        cuda_overload(function, strict=False)(same_source)
+        cuda_overload(function, strict=False)(_same_source(function))
     return function
 
 
-COMPILED_SOURCES = ("compiling.py", "layout.py", "ordering.py", "host/*.py", "kernels/*.py")
+def inlined(function: Function) -> Function:
+    """Make `function` callable from `compiled` code, and return it as it is."""
+    cpu_overload(function, jit_options=_PART_OPTIONS, strict=False)(_same_source(function))
+    return function
+
+
+def _same_source(function: Function) -> Callable[..., Function]:
+    # `overload` passes keywords as they were given, and reads the signature that `wraps` shows.
+    @functools.wraps(function)
+    def choose(*_types: Any, **_named_types: Any) -> Function:
+        return function
+
+    return choose
+
+
+COMPILED_SOURCES = (
+    "compiling.py", "layout.py", "ordering.py", "host/*.py", "kernels/*.py", "testing/*.py",
+)
 """Where compiled code and all that it uses stands, by pattern; a test holds this to the imports."""
 
 
@@ -77,7 +105,7 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a host function on first call: no interpreter lock held, cached between processes.
+    """Compile a function that Python calls: no interpreter lock held, cached between processes.
 
     Where no directory can hold a cache (read-only home, say), it is compiled in each process.
     """
@@ -110,7 +138,7 @@ class Contract:
             return implementations.get(getattr(first, "instance_class", type(None)))
 
         if not config.DISABLE_JIT:
-            cpu_overload(dispatch, strict=False)(choose)
+            cpu_overload(dispatch, jit_options=_PART_OPTIONS, strict=False)(choose)
         self.dispatch = dispatch
         self.implementations = implementations
 
