@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from typing import Any
 
-from gpuq.compiling import compiled
+from gpuq.compiling import inlined
 from gpuq.errors import DirectUnavailableError, SourceError
 
 MEMORY_ALIGNMENT = 4096
@@ -36,13 +36,13 @@ RESUME = 1
 ENDED = 2
 
 
-@compiled
+@inlined
 def span_start(start: Any, alignment: Any) -> Any:
     """Return the last aligned offset that is not after `start`."""
     return start - start % alignment
 
 
-@compiled
+@inlined
 def span_bytes(start: Any, end: Any, alignment: Any, most: Any) -> Any:
     """Return the bytes to read from ``span_start(start)`` to cover up to `end`, at most `most`.
 
@@ -53,7 +53,7 @@ def span_bytes(start: Any, end: Any, alignment: Any, most: Any) -> Any:
     return min(rounded - begin, most)
 
 
-@compiled
+@inlined
 def judge_read(resumed: Any, got: Any, filled: Any, needed: Any) -> Any:
     """Say what a read of `got` bytes that began at `resumed` of its span means.
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuq.compiling import compiled
+from gpuq.compiling import compiled, inlined
 from gpuq.host.copier import COPY_DONE, COPY_UNCERTAIN, COPY_UNDER_WAY, look_at_copy, start_copy
 from gpuq.host.direct_file import ENOUGH, RESUME, judge_read, span_bytes, span_start
 from gpuq.host.libc import size_of, sleep_ns
@@ -247,7 +247,7 @@ def raise_state(control: Any, state: Any) -> None:
         before = seen
 
 
-@compiled
+@inlined
 def count(p: Any, position: Any, amount: Any) -> None:
     """Add to a statistic; a host thread may read it at any time."""
     store_release(p.statistics, position, p.statistics[position] + amount)
@@ -256,7 +256,7 @@ def count(p: Any, position: Any, amount: Any) -> None:
 # --- admit ---------------------------------------------------------------------------------
 
 
-@compiled
+@inlined
 def admit(p: Any) -> Any:
     """Take what kernels have posted, up to a batch; return how many requests that were."""
     cursor = p.cursor
@@ -272,7 +272,7 @@ def admit(p: Any) -> Any:
     return admitted
 
 
-@compiled
+@inlined
 def advance_head(p: Any) -> None:
     """Move the head past tickets that were admitted already, out of turn ones included."""
     head = p.cursor[HEAD]
@@ -281,7 +281,7 @@ def advance_head(p: Any) -> None:
     p.cursor[HEAD] = head
 
 
-@compiled
+@inlined
 def admit_slot(p: Any, slot: Any) -> Any:
     """Admit what stands in a slot, if it is the submission that this slot waits for."""
     ticket = p.expected[slot]
@@ -313,7 +313,7 @@ def admit_slot(p: Any, slot: Any) -> Any:
     return True
 
 
-@compiled
+@inlined
 def examine(p: Any, request: Any, base: Any) -> Any:
     """Copy a submission's words, each loaded once, into the record, and judge the copies."""
     words = p.submissions
@@ -368,7 +368,7 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     return _OK
 
 
-@compiled
+@inlined
 def access(p: Any, source_base: Any) -> Any:
     """Return (alignment, descriptor) of how a source is read now."""
     if p.sources[source_base + IS_DIRECT] == 1:
@@ -379,7 +379,7 @@ def access(p: Any, source_base: Any) -> Any:
 # --- issue ---------------------------------------------------------------------------------
 
 
-@compiled
+@inlined
 def enqueue(p: Any, slot: Any) -> None:
     """Put a request behind all others that have pieces left to issue."""
     cursor = p.cursor
@@ -388,7 +388,7 @@ def enqueue(p: Any, slot: Any) -> None:
     p.requests[slot, QUEUED] = 1
 
 
-@compiled
+@inlined
 def issue(p: Any) -> Any:
     """Start a piece of each request in turn, while leases are free; return how many."""
     cursor = p.cursor
@@ -413,7 +413,7 @@ def issue(p: Any) -> Any:
     return issued
 
 
-@compiled
+@inlined
 def issue_piece(p: Any, slot: Any, lease: Any) -> None:
     """Read the next piece of a request into a lease's buffer."""
     request = p.requests[slot]
@@ -441,7 +441,7 @@ def issue_piece(p: Any, slot: Any, lease: Any) -> None:
     read_from(p, lease, 0)
 
 
-@compiled
+@inlined
 def read_from(p: Any, lease: Any, resumed: Any) -> None:
     """Submit the read of a lease's span from `resumed` bytes behind its begin."""
     record = p.staging.leases[lease]
@@ -461,7 +461,7 @@ def read_from(p: Any, lease: Any, resumed: Any) -> None:
 # --- reap ----------------------------------------------------------------------------------
 
 
-@compiled
+@inlined
 def reap(p: Any) -> Any:
     """Take finished reads, up to a batch; return how many."""
     for reaped in range(_REAP_BATCH):
@@ -473,7 +473,7 @@ def reap(p: Any) -> Any:
     return _REAP_BATCH
 
 
-@compiled
+@inlined
 def arrive(p: Any, lease: Any, result: Any) -> None:
     """Judge one finished read alone: copy, read on, or fail its request."""
     record = p.staging.leases[lease]
@@ -503,7 +503,7 @@ def arrive(p: Any, lease: Any, result: Any) -> None:
             fail_piece(p, lease, _END_OF_FILE, 0)
 
 
-@compiled
+@inlined
 def arrive_failed(p: Any, lease: Any, number: Any) -> None:
     """Handle a read that returned an errno."""
     record = p.staging.leases[lease]
@@ -538,7 +538,7 @@ def arrive_failed(p: Any, lease: Any, number: Any) -> None:
 # --- copy and retire -----------------------------------------------------------------------
 
 
-@compiled
+@inlined
 def copy_piece(p: Any, lease: Any) -> None:
     """Start the copy of a piece whose bytes are all there."""
     begin_copy(p.staging, lease)
@@ -552,7 +552,7 @@ def copy_piece(p: Any, lease: Any) -> None:
         end_copy(p, lease, outcome)
 
 
-@compiled
+@inlined
 def retire(p: Any) -> Any:
     """Look at every copy under way; return how many are over."""
     over = 0
@@ -570,7 +570,7 @@ def retire(p: Any) -> Any:
     return over
 
 
-@compiled
+@inlined
 def end_copy(p: Any, lease: Any, outcome: Any) -> None:
     """Account for a copy that is over, or whose state nobody can know."""
     record = p.staging.leases[lease]
@@ -587,7 +587,7 @@ def end_copy(p: Any, lease: Any, outcome: Any) -> None:
         fail_piece(p, lease, _COPY_FAILED, 0)
 
 
-@compiled
+@inlined
 def fail_piece(p: Any, lease: Any, status: Any, number: Any) -> None:
     """Fail a piece's request, keeping the first failure, and give the lease back."""
     request = p.requests[p.staging.leases[lease, LEASE_SLOT]]
@@ -597,7 +597,7 @@ def fail_piece(p: Any, lease: Any, status: Any, number: Any) -> None:
     drop_piece(p, lease)
 
 
-@compiled
+@inlined
 def drop_piece(p: Any, lease: Any) -> None:
     """Give a lease back whose read and copy are over; complete its request if it was the last."""
     slot = p.staging.leases[lease, LEASE_SLOT]
@@ -606,7 +606,7 @@ def drop_piece(p: Any, lease: Any) -> None:
     complete_if_over(p, slot)
 
 
-@compiled
+@inlined
 def complete_if_over(p: Any, slot: Any) -> None:
     """Complete a request with no piece in flight and none left to issue.
 
@@ -617,7 +617,7 @@ def complete_if_over(p: Any, slot: Any) -> None:
         complete(p, slot)
 
 
-@compiled
+@inlined
 def complete(p: Any, slot: Any) -> None:
     """Answer a request: the last thing that happens to it."""
     request = p.requests[slot]
@@ -654,7 +654,7 @@ def poll_once(p: Any) -> Any:
     return done
 
 
-@compiled
+@inlined
 def is_drained(p: Any) -> Any:
     """Whether nothing is under way and no slot holds a submission that was not admitted."""
     if p.cursor[REQUESTS] > 0:
@@ -666,7 +666,7 @@ def is_drained(p: Any) -> Any:
     return True
 
 
-@compiled
+@inlined
 def rest(p: Any, idle: Any) -> None:
     """Let others run, the longer the more passes in a row did nothing."""
     if idle < _YIELD_AFTER:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuq.compiling import compiled
+from gpuq.compiling import inlined
 
 # Phases of a lease.
 FREE = 0
@@ -77,7 +77,7 @@ def make_staging(buffers: int, buffer_bytes: int, address: int) -> Staging:
     )
 
 
-@compiled
+@inlined
 def take(staging: Any) -> Any:
     """Move a lease from FREE to READING and return it; -1 where none is free."""
     left = staging.counts[FREE_COUNT]
@@ -91,14 +91,14 @@ def take(staging: Any) -> Any:
     return lease
 
 
-@compiled
+@inlined
 def begin_copy(staging: Any, lease: Any) -> None:
     """Move a lease from READING to COPYING."""
     assert staging.leases[lease, PHASE] == READING
     staging.leases[lease, PHASE] = COPYING
 
 
-@compiled
+@inlined
 def give_back(staging: Any, lease: Any) -> None:
     """Move a lease to FREE: its read is over and its copy, if it had one, was seen complete."""
     phase = staging.leases[lease, PHASE]
@@ -108,14 +108,14 @@ def give_back(staging: Any, lease: Any) -> None:
     staging.counts[FREE_COUNT] += 1
 
 
-@compiled
+@inlined
 def quarantine(staging: Any, lease: Any) -> None:
     """Never use this buffer again: something may still read or write it."""
     staging.leases[lease, PHASE] = QUARANTINED
     staging.counts[QUARANTINED_COUNT] += 1
 
 
-@compiled
+@inlined
 def buffer_address(staging: Any, lease: Any) -> Any:
     """Return the address of a lease's buffer."""
     return staging.address + lease * staging.buffer_bytes

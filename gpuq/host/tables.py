@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuq.compiling import compiled
+from gpuq.compiling import inlined
 from gpuq.layout import HANDLE_INDEX_BITS, HANDLE_INDEX_MASK, LINE_WORDS, MAX_GENERATION
 from gpuq.ordering import as_signed, load_acquire, store_release
 
@@ -45,7 +45,7 @@ MAX_OFFSET = 1 << 62
 assert LIMIT_END < SOURCE_WORDS and IS_PROVEN < SOURCE_WORDS and NBYTES < DESTINATION_WORDS
 
 
-@compiled
+@inlined
 def lookup(table: Any, entry_words: Any, entries: Any, handle: Any) -> Any:
     """Return the first word of the open entry with this handle, or -1."""
     index = handle & HANDLE_INDEX_MASK
@@ -58,7 +58,7 @@ def lookup(table: Any, entry_words: Any, entries: Any, handle: Any) -> Any:
     return base
 
 
-@compiled
+@inlined
 def add_in_flight(table: Any, base: Any, change: Any) -> None:
     """Count a request in (+1) or out (-1); the poller is the only writer."""
     # Pairs with the host's acquire in `in_flight`: what the request did is over.

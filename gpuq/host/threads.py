@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuq.compiling import compiled, implements
+from gpuq.compiling import compiled, implements, inlined
 from gpuq.host.libc import futex_wait, futex_wake, read_at
 from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
 from gpuq.layout import LINE_WORDS
@@ -105,7 +105,7 @@ def work(reader: Any) -> None:
             _sleep_until_rung(reader)
 
 
-@compiled
+@inlined
 def _work_once(reader: Any) -> Any:
     """Claim a job, do it, and publish its result; False where there is none."""
     head = load_acquire(reader.shared, _JOB_HEAD)
@@ -136,7 +136,7 @@ def _work_once(reader: Any) -> Any:
     return True
 
 
-@compiled
+@inlined
 def _sleep_until_rung(reader: Any) -> None:
     # The poller stores JOB_TAIL, rings, and then reads SLEEPERS, all by read-modify-write; a
     # worker counts itself in and then looks for jobs. One of the two sees the other.
@@ -150,7 +150,7 @@ def _sleep_until_rung(reader: Any) -> None:
     fetch_add(reader.shared, _SLEEPERS, -1)
 
 
-@compiled
+@inlined
 def _ring(reader: Any, count: Any) -> None:
     fetch_add(reader.bells, _BELL, 1)
     if fetch_add(reader.shared, _SLEEPERS, 0) > 0:
