@@ -1,0 +1,149 @@
+"""Fixtures: loaders of every reader and mode that this machine has, and which of them ran."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import gpuq
+
+settings.register_profile(
+    "gpuq", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("gpuq")
+
+WAIT_SECONDS = 60.0
+"""Bound of every wait for a condition; reaching it is a failure."""
+
+_ran: collections.Counter[str] = collections.Counter()
+_refused: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A reader and a way to open files; its values go to `gpuq.Loader`."""
+
+    reader: str
+    direct: str
+
+    def __str__(self) -> str:
+        return f"{self.reader}-{'direct' if self.direct == 'require' else 'buffered'}"
+
+
+READERS = ("io_uring", "threads")
+MODES = [Mode(reader, direct) for reader in READERS for direct in ("require", "off")]
+
+
+@functools.cache
+def _refusal(mode: Mode) -> str:
+    """Say why this machine cannot run a mode, by trying; empty where it can."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(8192))
+        file.flush()
+        try:
+            with gpuq.Loader(target="cpu", reader=mode.reader, direct=mode.direct) as loader:
+                loader.open(file.name)
+        except (gpuq.ReaderUnavailableError, gpuq.DirectUnavailableError) as error:
+            return str(error)
+    return ""
+
+
+def skip_where_refused(mode: Mode) -> None:
+    """Skip the test with the machine's reason, and have the reason printed at the end."""
+    reason = _refusal(mode)
+    if reason:
+        _refused.add(f"{mode}: {reason}")
+        pytest.skip(f"{mode} does not work here: {reason}")
+
+
+@pytest.fixture(params=MODES, ids=str, scope="module")
+def mode(request: pytest.FixtureRequest) -> Mode:
+    """Each reader with direct and with buffered reads."""
+    skip_where_refused(request.param)
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=READERS, scope="module")
+def reader(request: pytest.FixtureRequest) -> str:
+    """Each reader."""
+    skip_where_refused(Mode(request.param, "off"))
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def make_loader(request: pytest.FixtureRequest) -> Iterator[Callable[..., gpuq.Loader]]:
+    """Make loaders for the CPU target, closed after the test; small unless told otherwise."""
+    loaders = []
+
+    def make(**given: Any) -> gpuq.Loader:
+        small = {"slots": 16, "staging_buffers": 4, "staging_bytes": 4096, "reader_threads": 3}
+        loader = gpuq.Loader(target="cpu", **(small | given))
+        loaders.append(loader)
+        return loader
+
+    yield make
+    for loader in loaders:
+        loader.abort()
+        try:
+            loader.close()
+        except gpuq.PollerDiedError as error:
+            request.node.add_report_section("teardown", "loader", str(error))
+
+
+@pytest.fixture
+def opened(record_property: Callable[[str, object], None]) -> Callable[..., gpuq.Source]:
+    """Open a file and note by which path it is read."""
+
+    def open_source(loader: gpuq.Loader, path: os.PathLike[str], **given: Any) -> gpuq.Source:
+        source = loader.open(path, **given)
+        note_path(loader, source, record_property)
+        return source
+
+    return open_source
+
+
+def note_path(
+    loader: gpuq.Loader,
+    source: gpuq.Source,
+    record_property: Callable[[str, object], None] | None = None,
+) -> None:
+    """Note which reader and mode a test really runs; printed at the end of the session."""
+    explanation = loader.explain(source)
+    path = f"{explanation.reader}, {'direct' if explanation.direct else 'buffered'}"
+    _ran[path] += 1
+    if record_property is not None:
+        record_property("path", path)
+    print(f"path: {explanation}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which paths ran and which this machine refuses."""
+    if _ran:
+        paths = "; ".join(f"{path}: {n} sources" for path, n in sorted(_ran.items()))
+        terminalreporter.write_line(f"gpuq read by {paths}")
+    for reason in sorted(_refused):
+        terminalreporter.write_line(f"gpuq could not run {reason}")
+
+
+@pytest.fixture(scope="session")
+def payload() -> np.ndarray:
+    """100,003 random bytes."""
+    return np.random.default_rng(20240607).integers(0, 256, 100_003, dtype=np.uint8)
+
+
+@pytest.fixture(scope="session")
+def payload_path(tmp_path_factory: pytest.TempPathFactory, payload: np.ndarray) -> Path:
+    """A file that holds `payload`."""
+    path = tmp_path_factory.mktemp("payload") / "payload.bin"
+    payload.tofile(path)
+    return path

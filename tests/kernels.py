@@ -1,0 +1,185 @@
+"""The kernels that tests share, and how they are compiled.
+
+Each body is plain Python: the simulator runs it as it is, Numba compiles it for the CPU. They
+are few and have one signature each, since each costs a second or two to compile. `compiled_kernel`
+caches them between runs, under a key made of gpuq's sources and of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+import gpuq
+from gpuq import compiling
+from gpuq.kernels import queue as protocol
+from gpuq.ordering import as_word, load_acquire, store_release
+
+OK = int(gpuq.Status.OK)
+STALE = int(gpuq.Status.STALE)
+TIMED_OUT = int(gpuq.Status.TIMED_OUT)
+
+
+@functools.cache
+def _key() -> str:
+    return hashlib.sha256(
+        compiling.source_key().encode() + Path(__file__).read_bytes()
+    ).hexdigest()
+
+
+class _KernelCacheImpl(compiling.CompileResultCacheImpl):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.locator.get_source_stamp = _key
+
+
+class _KernelCache(compiling.FunctionCache):
+    _impl_class = _KernelCacheImpl
+
+
+def compiled_kernel(body: Callable[..., Any]) -> Any:
+    """Compile a body of this file for the CPU, without the interpreter lock."""
+    dispatcher = njit(nogil=True)(body)
+    dispatcher._cache = _KernelCache(body)
+    return dispatcher
+
+
+def pull_slices_body(q, source, destination, slices, tickets, statuses):
+    """Pull each row ``(start, end, offset)`` of `slices`, ``len(tickets)`` of them in flight.
+
+    They are waited for newest first within each batch, so answers are not consumed in order.
+    """
+    depth = len(tickets)
+    done = 0
+    while done < len(slices):
+        batch = min(depth, len(slices) - done)
+        for i in range(batch):
+            row = slices[done + i]
+            tickets[i] = gpuq.post_at(q, source, destination, row[2], row[0], row[1], done + i)
+        for i in range(batch - 1, -1, -1):
+            statuses[done + i] = gpuq.wait(q, tickets[i])
+        done += batch
+
+
+def pull_until_refused_body(q, source, destination, nbytes, tickets, words):
+    """Keep ``len(tickets)`` pulls of the first `nbytes` in flight until one is not OK.
+
+    ``words[0]`` counts those that were OK, so that another thread can wait for progress;
+    ``words[1]`` is the status that ended it.
+    """
+    depth = len(tickets)
+    for i in range(depth):
+        tickets[i] = gpuq.post(q, source, destination, 0, nbytes, i)
+    turn = 0
+    while True:
+        status = gpuq.wait(q, tickets[turn])
+        if status != OK:
+            store_release(words, 1, as_word(status))
+            break
+        store_release(words, 0, words[0] + as_word(1))
+        tickets[turn] = gpuq.post(q, source, destination, 0, nbytes, turn)
+        turn = (turn + 1) % depth
+    for i in range(depth):
+        if i != turn:
+            gpuq.wait(q, tickets[i])
+    return status
+
+
+def wait_in_steps_body(q, ticket, step_ns, words):
+    """Wait with time-outs of `step_ns` until the answer is there, counting them in ``words[0]``."""
+    while True:
+        status = gpuq.wait_for(q, ticket, step_ns)
+        if status != TIMED_OUT:
+            return status
+        store_release(words, 0, load_acquire(words, 0) + as_word(1))
+
+
+pull_slices = compiled_kernel(pull_slices_body)
+pull_until_refused = compiled_kernel(pull_until_refused_body)
+wait_in_steps = compiled_kernel(wait_in_steps_body)
+
+
+# The protocol's functions one by one, callable from Python in their compiled form.
+
+
+def _post_at(q, source, destination, offset, start, end, tag):
+    return gpuq.post_at(q, source, destination, offset, start, end, tag)
+
+
+def _post(q, source, destination, start, end, tag):
+    return gpuq.post(q, source, destination, start, end, tag)
+
+
+def _try_post_at(q, source, destination, offset, start, end, tag):
+    return gpuq.try_post_at(q, source, destination, offset, start, end, tag)
+
+
+def _try_post(q, source, destination, start, end, tag):
+    return gpuq.try_post(q, source, destination, start, end, tag)
+
+
+def _pull_at(q, source, destination, offset, start, end, tag):
+    return gpuq.pull_at(q, source, destination, offset, start, end, tag)
+
+
+def _pull(q, source, destination, start, end, tag):
+    return gpuq.pull(q, source, destination, start, end, tag)
+
+
+def _poll(q, ticket):
+    return gpuq.poll(q, ticket)
+
+
+def _wait(q, ticket):
+    return gpuq.wait(q, ticket)
+
+
+def _wait_for(q, ticket, timeout_ns):
+    return gpuq.wait_for(q, ticket, timeout_ns)
+
+
+def _errno_of(q, ticket):
+    return gpuq.errno_of(q, ticket)
+
+
+def _claim(q):
+    return protocol.claim(q)
+
+
+class Compiled:
+    """`gpuq`'s kernel functions, each compiled for the CPU."""
+
+    name = "compiled"
+    post_at = staticmethod(compiled_kernel(_post_at))
+    post = staticmethod(compiled_kernel(_post))
+    try_post_at = staticmethod(compiled_kernel(_try_post_at))
+    try_post = staticmethod(compiled_kernel(_try_post))
+    pull_at = staticmethod(compiled_kernel(_pull_at))
+    pull = staticmethod(compiled_kernel(_pull))
+    poll = staticmethod(compiled_kernel(_poll))
+    wait = staticmethod(compiled_kernel(_wait))
+    wait_for = staticmethod(compiled_kernel(_wait_for))
+    errno_of = staticmethod(compiled_kernel(_errno_of))
+    claim = staticmethod(compiled_kernel(_claim))
+
+
+class Plain:
+    """`gpuq`'s kernel functions as the simulator runs them."""
+
+    name = "plain"
+    post_at = staticmethod(gpuq.post_at)
+    post = staticmethod(gpuq.post)
+    try_post_at = staticmethod(gpuq.try_post_at)
+    try_post = staticmethod(gpuq.try_post)
+    pull_at = staticmethod(gpuq.pull_at)
+    pull = staticmethod(gpuq.pull)
+    poll = staticmethod(gpuq.poll)
+    wait = staticmethod(gpuq.wait)
+    wait_for = staticmethod(gpuq.wait_for)
+    errno_of = staticmethod(gpuq.errno_of)
+    claim = staticmethod(protocol.claim)
