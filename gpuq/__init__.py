@@ -18,6 +18,7 @@ from gpuq.errors import (
     SourceError,
     TargetUnavailableError,
 )
+from gpuq.host.service import Statistics
 from gpuq.kernels import (
     errno_of,
     poll,
@@ -32,8 +33,6 @@ from gpuq.kernels import (
 )
 from gpuq.layout import Queue, State, Status
 from gpuq.loader import Destination, Explanation, Loader, Source
-from gpuq.host.service import Statistics
-
 from gpuq.version import __version__
 
 __all__ = [
@@ -57,6 +56,7 @@ __all__ = [
     "Statistics",
     "Status",
     "TargetUnavailableError",
+    "__version__",
     "errno_of",
     "poll",
     "post",

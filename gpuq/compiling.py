@@ -46,7 +46,6 @@ def protocol(function: Function) -> Function:
     The function may call only `gpuq.ordering`'s operations, other protocol functions, and what
     Numba compiles on both targets. Python code and the simulator call it directly.
     """
-
     inlined(function)
     if not SIMULATED:
         from numba.cuda.extending import overload as cuda_overload
@@ -71,7 +70,12 @@ def _same_source(function: Function) -> Callable[..., Function]:
 
 
 COMPILED_SOURCES = (
-    "compiling.py", "layout.py", "ordering.py", "host/*.py", "kernels/*.py", "testing/*.py",
+    "compiling.py",
+    "layout.py",
+    "ordering.py",
+    "host/*.py",
+    "kernels/*.py",
+    "testing/*.py",
 )
 """Where compiled code and all that it uses stands, by pattern; a test holds this to the imports."""
 

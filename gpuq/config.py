@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gpuq.errors import ConfigError
@@ -102,7 +102,7 @@ class LoaderConfig:
             value = os.environ.get(variable)
             if name not in given and value:
                 try:
-                    cls(**{name: value})
+                    replace(cls(), **{name: value})  # type: ignore[arg-type]
                 except ConfigError as error:
                     raise ConfigError(f"{variable}: {error}") from None
                 given[name] = value

@@ -68,7 +68,7 @@ MAX_TICKET = (1 << 47) - 1
 HANDLE_INDEX_BITS = 32
 HANDLE_INDEX_MASK = (1 << HANDLE_INDEX_BITS) - 1
 MAX_GENERATION = (1 << 31) - 1
-"""Handles stay non-negative in a signed 64-bit integer. Generations start at 1, so 0 is no handle."""
+"""Handles stay non-negative in a signed word. Generations start at 1, so 0 is no handle."""
 
 
 class Status(IntEnum):
@@ -163,8 +163,8 @@ assert STATE // LINE_WORDS != HEARTBEAT // LINE_WORDS
 assert HEARTBEAT < CONTROL_WORDS
 assert max(Status) <= FLAG_STATUS_MASK
 assert [int(status) for status in Status] == list(range(STATUS_COUNT))
-assert FLAG_ERRNO_SHIFT == FLAG_STATUS_MASK.bit_length()
-assert FLAG_SEQUENCE_SHIFT == FLAG_ERRNO_SHIFT + FLAG_ERRNO_MASK.bit_length()
+assert FLAG_STATUS_MASK.bit_length() == FLAG_ERRNO_SHIFT
+assert FLAG_ERRNO_SHIFT + FLAG_ERRNO_MASK.bit_length() == FLAG_SEQUENCE_SHIFT
 assert (MAX_TICKET + 1) << FLAG_SEQUENCE_SHIFT < 1 << 64
 assert (MAX_GENERATION << HANDLE_INDEX_BITS) | HANDLE_INDEX_MASK < 1 << 63
 assert MAX_CAPACITY & (MAX_CAPACITY - 1) == 0

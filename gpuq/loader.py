@@ -11,7 +11,6 @@ from typing import Any
 from gpuq.compiling import SIMULATED
 from gpuq.config import DIRECT_MODES, LoaderConfig
 from gpuq.errors import (
-    ClosedError,
     ConfigError,
     DestinationError,
     SourceError,
@@ -28,6 +27,7 @@ from gpuq.host.tables import (
     FALLBACK_ERRNO,
     IS_DIRECT,
     IS_PROVEN,
+    KIND,
     LIMIT_END,
     LIMIT_START,
     MAX_OFFSET,
@@ -85,9 +85,7 @@ class Source:
         The range that kernels may ask for, in bytes; `end` is one past the last.
     """
 
-    def __init__(
-        self, service: Service, file: OpenFile, handle: int, start: int, end: int
-    ) -> None:
+    def __init__(self, service: Service, file: OpenFile, handle: int, start: int, end: int) -> None:
         self.handle = handle
         self.path = file.path
         self.size = file.size
@@ -333,7 +331,8 @@ class Loader:
                     "(setting destinations)"
                 )
             handle = self._service.destinations.publish(
-                index, {ADDRESS: region.address, NBYTES: region.nbytes}
+                index,
+                {ADDRESS: region.address, NBYTES: region.nbytes, KIND: region.kind},
             )
             destination = Destination(self._service, array, region.owner, handle, region.nbytes)
             self._prune()
@@ -356,6 +355,50 @@ class Loader:
         for handle in [h for h, d in self._destinations.items() if not d.is_registered]:
             del self._destinations[handle]
 
+    # --- kernels ---
+
+    def prepare(self, kernel: Any, *arguments: Any) -> Any:
+        """Compile and load a kernel before anything polls; return it.
+
+        On CUDA, the first launch of a kernel that is not loaded can wait for running ones, which
+        may wait for the host: prepare every kernel before the first that polls is launched. On
+        other targets this only compiles.
+
+        Parameters
+        ----------
+        kernel : dispatcher
+            Made by ``numba.cuda.jit``, or ``numba.njit`` on the CPU target.
+        *arguments
+            As they will be at the launch; only their types matter.
+        """
+        self._service.check()
+        return self._service.device.prepare(kernel, arguments)
+
+    def synchronize(self, stream: Any = None) -> None:
+        """Wait until the kernels of a CUDA stream have returned; interruptible.
+
+        On Ctrl-C the queue is aborted, so that kernels that wait return, and KeyboardInterrupt
+        is raised when they have, or after ten seconds. On other targets a kernel's call returns
+        when the kernel does, and this has nothing to wait for.
+
+        Parameters
+        ----------
+        stream : numba or CuPy stream, optional
+            By default Numba's default stream.
+
+        Raises
+        ------
+        PollerDiedError
+            The poller ended by an error, so kernels got ``Status.ABORTED``.
+        """
+        try:
+            self._service.device.synchronize(stream)
+        except BaseException:
+            self.abort()
+            self._service.device.settle(stream)
+            raise
+        self._service.raise_death()
+
     # --- life ---
 
     @property
@@ -368,7 +411,12 @@ class Loader:
         return self._service.statistics()
 
     def check(self) -> None:
-        """Raise if the loader cannot be used any more: `PollerDiedError`, `ClosedError`, `ForkedError`."""
+        """Raise if the loader cannot be used any more.
+
+        Raises
+        ------
+        PollerDiedError, ClosedError, ForkedError
+        """
         self._service.check()
 
     def abort(self) -> None:
@@ -460,6 +508,13 @@ def _choose_device(target: str) -> tuple[Device, str]:
         raise TargetUnavailableError(
             'target="simulator": set NUMBA_ENABLE_CUDASIM=1 before Python starts'
         )
-    if target == "cuda":
-        raise TargetUnavailableError('target="cuda": this version of gpuq has no CUDA device yet')
-    return CpuDevice(), "this version of gpuq has no CUDA device yet"
+    from gpuq.host.cuda_device import CudaDevice
+
+    try:
+        device = CudaDevice()
+    except TargetUnavailableError as error:
+        if target == "cuda":
+            raise TargetUnavailableError(f'target="cuda": {error}') from None
+        return CpuDevice(), f"no usable GPU: {error}"
+    asked = 'target="cuda" was asked for' if target == "cuda" else "a usable GPU is there"
+    return device, f"{asked}: {device.facts.name}"

@@ -1,4 +1,4 @@
-"""The contract of a copier, what moves staging to a destination, and the one for host memory.
+"""The contract of a copier, what moves staging to a destination, and its two implementations.
 
 A copier is a NamedTuple, and these two functions are implemented for its type. They are compiled
 and called by the poller alone, once to start a lease's copy and then until it was seen complete.
@@ -8,9 +8,27 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gpuq.compiling import contract, implements
+from gpuq.host.driver import (
+    EVENT_QUERY,
+    EVENT_RECORD,
+    INVALID_VALUE,
+    MEMCPY_HTOD_ASYNC,
+    NOT_READY,
+    OUT_OF_MEMORY,
+    SUCCESS,
+    DriverTable,
+    call_driver,
+)
 from gpuq.host.libc import copy_memory
 
+# Where a destination is.
+HOST_MEMORY = 0
+DEVICE_MEMORY = 1
+
+# How a copy stands.
 COPY_DONE = 1
 COPY_UNDER_WAY = 0
 COPY_FAILED = -1
@@ -20,8 +38,13 @@ COPY_UNCERTAIN = -2
 
 
 @contract
-def start_copy(copier: Any, lease: Any, destination: Any, source: Any, nbytes: Any) -> Any:
-    """Start the copy of a lease's bytes between two addresses; return one of the COPY codes."""
+def start_copy(
+    copier: Any, lease: Any, kind: Any, destination: Any, source: Any, nbytes: Any
+) -> Any:
+    """Start the copy of a lease's bytes between two addresses; return one of the COPY codes.
+
+    `kind` says where the destination is: HOST_MEMORY or DEVICE_MEMORY.
+    """
     raise NotImplementedError
 
 
@@ -36,15 +59,17 @@ class MemcpyCopier(NamedTuple):
 
     Attributes
     ----------
-    name : int
-        Nothing; a NamedTuple with no field is no Numba type.
+    unused : int
+        A NamedTuple without a field is no Numba type.
     """
 
-    name: int = 0
+    unused: int = 0
 
 
 @implements(start_copy, MemcpyCopier)
-def _start_memcpy(copier: Any, lease: Any, destination: Any, source: Any, nbytes: Any) -> Any:
+def _start_memcpy(
+    copier: Any, lease: Any, kind: Any, destination: Any, source: Any, nbytes: Any
+) -> Any:
     copy_memory(destination, source, nbytes)
     return COPY_DONE
 
@@ -52,3 +77,74 @@ def _start_memcpy(copier: Any, lease: Any, destination: Any, source: Any, nbytes
 @implements(look_at_copy, MemcpyCopier)
 def _look_at_memcpy(copier: Any, lease: Any) -> Any:
     return COPY_DONE
+
+
+class CudaCopier(NamedTuple):
+    """Copies to device memory on one non-blocking stream, with an event for each lease.
+
+    An event is recorded behind its own lease's copy and recorded again only after it was
+    observed complete, which the lease's phases enforce. None of the calls can block on a running
+    kernel: the staging memory is pinned and the stream non-blocking (CUDA Driver API, "API
+    synchronization behavior"; cuEventQuery never waits).
+
+    Attributes
+    ----------
+    addresses : array of int64
+        Of the driver's functions, by the positions in `gpuq.host.driver`.
+    events : array of int64
+        A CUevent for each lease.
+    words : array of int64, shape (1,)
+        The last CUresult that was an error.
+    stream : int
+        A CUstream.
+    """
+
+    addresses: Any
+    events: Any
+    words: Any
+    stream: int
+
+
+def make_cuda_copier(table: DriverTable, stream: int, events: list[int]) -> CudaCopier:
+    """Build a copier over a driver table, a stream and an event for each lease."""
+    return CudaCopier(
+        addresses=np.array(table, dtype=np.int64),
+        events=np.array(events, dtype=np.int64),
+        words=np.zeros(1, dtype=np.int64),
+        stream=stream,
+    )
+
+
+@implements(start_copy, CudaCopier)
+def _start_cuda(
+    copier: Any, lease: Any, kind: Any, destination: Any, source: Any, nbytes: Any
+) -> Any:
+    if kind == HOST_MEMORY:
+        copy_memory(destination, source, nbytes)
+        return COPY_DONE
+    stream = copier.stream
+    address = copier.addresses[MEMCPY_HTOD_ASYNC]
+    result = call_driver(address, destination, source, nbytes, stream)
+    if result != SUCCESS:
+        copier.words[0] = result
+        # These two are said of the arguments, before anything starts. Any other error may be an
+        # earlier one of the context, and then nobody knows what the copy engine still does.
+        if result == INVALID_VALUE or result == OUT_OF_MEMORY:
+            return COPY_FAILED
+        return COPY_UNCERTAIN
+    result = call_driver(copier.addresses[EVENT_RECORD], copier.events[lease], stream, 0, 0)
+    if result != SUCCESS:
+        copier.words[0] = result
+        return COPY_UNCERTAIN
+    return COPY_UNDER_WAY
+
+
+@implements(look_at_copy, CudaCopier)
+def _look_at_cuda(copier: Any, lease: Any) -> Any:
+    result = call_driver(copier.addresses[EVENT_QUERY], copier.events[lease], 0, 0, 0)
+    if result == SUCCESS:
+        return COPY_DONE
+    if result == NOT_READY:
+        return COPY_UNDER_WAY
+    copier.words[0] = result
+    return COPY_UNCERTAIN

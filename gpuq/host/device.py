@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numba import typeof
 from numpy.typing import NDArray
 
 from gpuq.errors import DestinationError
-from gpuq.host.copier import MemcpyCopier
+from gpuq.host.copier import HOST_MEMORY, MemcpyCopier
 from gpuq.host.direct_file import MEMORY_ALIGNMENT
 
 
@@ -28,11 +29,14 @@ class Region:
     nbytes : int
     owner : object
         Keeps the memory alive.
+    kind : int
+        HOST_MEMORY or DEVICE_MEMORY.
     """
 
     address: int
     nbytes: int
     owner: Any
+    kind: int = HOST_MEMORY
 
 
 class Device(Protocol):
@@ -40,8 +44,8 @@ class Device(Protocol):
 
     name: str
 
-    def mapped_words(self, count: int) -> NDArray[np.uint64]:
-        """Return zeroed words that kernels and the host both reach."""
+    def mapped_words(self, count: int) -> tuple[NDArray[np.uint64], Any]:
+        """Return zeroed words that kernels and the host both reach: (host's view, kernels')."""
 
     def own_words(self, count: int, start: int, step: int) -> Any:
         """Return words of the producers alone, holding ``start + i * step``."""
@@ -58,6 +62,15 @@ class Device(Protocol):
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an uninitialized array that kernels read and that can be a destination."""
 
+    def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
+        """Compile and load a kernel for these arguments, so that its first launch loads nothing."""
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait, in Python and interruptibly, until a stream's kernels have returned."""
+
+    def settle(self, stream: Any) -> bool:
+        """Wait a bounded time for kernels that were told to return; False where they did not."""
+
     def enter_thread(self) -> None:
         """Prepare the calling thread for serving."""
 
@@ -70,13 +83,14 @@ class CpuDevice:
 
     name = "cpu"
 
-    def mapped_words(self, count: int) -> NDArray[np.uint64]:
-        """Return zeroed words on lines of their own."""
-        return np.frombuffer(mmap.mmap(-1, count * 8), dtype=np.uint64, count=count)
+    def mapped_words(self, count: int) -> tuple[NDArray[np.uint64], Any]:
+        """Return zeroed words, page-aligned; both views are one."""
+        words = np.frombuffer(mmap.mmap(-1, count * 8), dtype=np.uint64, count=count)
+        return words, words
 
     def own_words(self, count: int, start: int, step: int) -> NDArray[np.uint64]:
         """Return words holding ``start + i * step``."""
-        words = self.mapped_words(count)
+        words, _ = self.mapped_words(count)
         words[:] = np.arange(count, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
         return words
 
@@ -118,6 +132,19 @@ class CpuDevice:
         """Return a NumPy array."""
         return np.empty(shape, dtype)
 
+    def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
+        """Compile a Numba function for these arguments; leave a plain one as it is."""
+        if hasattr(kernel, "compile"):
+            kernel.compile(tuple(typeof(argument) for argument in arguments))
+        return kernel
+
+    def synchronize(self, stream: Any) -> None:
+        """Do nothing: a call of a kernel here returns when the kernel does."""
+
+    def settle(self, stream: Any) -> bool:
+        """Do nothing, for the same reason."""
+        return True
+
     def enter_thread(self) -> None:
         """Do nothing."""
 
@@ -134,8 +161,12 @@ class SimulatorDevice(CpuDevice):
         """Return the memory of a NumPy array, or of one that the simulator wraps."""
         return super().destination(getattr(array, "_ary", array))
 
+    def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
+        """Do nothing: the simulator interprets."""
+        return kernel
+
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return a simulated device array; the simulator copies plain ones in and out of launches."""
+        """Return a simulated device array; plain ones are copied in and out of launches."""
         from numba import cuda
 
         return cuda.to_device(np.empty(shape, dtype))

@@ -13,7 +13,6 @@ import mmap
 import os
 import stat
 from dataclasses import dataclass
-
 from typing import Any
 
 from gpuq.compiling import inlined
@@ -143,7 +142,7 @@ def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> 
         ``direct="require"`` and direct reads do not work here.
     """
     name = os.fspath(path)
-    # A FIFO would block in open(2) without O_NONBLOCK; io_uring would take the flag as "never wait".
+    # Without O_NONBLOCK a FIFO blocks in open(2); with it, io_uring never waits: cleared below.
     buffered = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         mode = os.fstat(buffered).st_mode

@@ -94,9 +94,7 @@ def _errno(typing_context: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         half = ir.IntType(32)
         function_type = ir.FunctionType(half.as_pointer(), [])
-        location = cgutils.get_or_insert_function(
-            builder.module, function_type, "__errno_location"
-        )
+        location = cgutils.get_or_insert_function(builder.module, function_type, "__errno_location")
         value = builder.load(builder.call(location, []))
         return builder.sext(value, ir.IntType(64))
 

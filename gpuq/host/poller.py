@@ -36,6 +36,7 @@ from gpuq.host.staging import (
     SPAN_BYTES,
     SPAN_START,
     TO,
+    TO_KIND,
     WANTED,
     Staging,
     begin_copy,
@@ -53,6 +54,7 @@ from gpuq.host.tables import (
     FALLBACK_ERRNO,
     IS_DIRECT,
     IS_PROVEN,
+    KIND,
     LIMIT_END,
     LIMIT_START,
     MUST_BE_DIRECT,
@@ -436,6 +438,7 @@ def issue_piece(p: Any, slot: Any, lease: Any) -> None:
     record[FILLED] = 0
     record[INTERRUPTIONS] = 0
     record[TO] = request[TARGET_ADDRESS] + (start - request[BEGIN])
+    record[TO_KIND] = p.destinations[request[DESTINATION_BASE] + KIND]
     request[NEXT] = stop
     request[PIECES] += 1
     read_from(p, lease, 0)
@@ -544,7 +547,7 @@ def copy_piece(p: Any, lease: Any) -> None:
     begin_copy(p.staging, lease)
     record = p.staging.leases[lease]
     origin = buffer_address(p.staging, lease) + record[SKIP]
-    outcome = start_copy(p.copier, lease, record[TO], origin, record[WANTED])
+    outcome = start_copy(p.copier, lease, record[TO_KIND], record[TO], origin, record[WANTED])
     if outcome == COPY_UNDER_WAY:
         p.copying[p.cursor[COPIES]] = lease
         p.cursor[COPIES] += 1

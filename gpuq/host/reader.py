@@ -13,8 +13,9 @@ from gpuq.compiling import contract
 
 
 @contract
-def submit_read(reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any,
-                nbytes: Any) -> None:
+def submit_read(
+    reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any, nbytes: Any
+) -> None:
     """Take a read of `nbytes` at file `offset` into memory at `address`, for `lease`."""
     raise NotImplementedError
 

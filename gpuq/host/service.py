@@ -226,10 +226,13 @@ class Service:
         self.device = device
         self.sources = CapabilityTable(config.sources, SOURCE_WORDS, "source")
         self.destinations = CapabilityTable(config.destinations, DESTINATION_WORDS, "destination")
+        submissions, kernel_submissions = device.mapped_words(config.slots * SUBMISSION_WORDS)
+        flags, kernel_flags = device.mapped_words(config.slots * FLAG_WORDS)
+        self.control, kernel_control = device.mapped_words(CONTROL_WORDS)
         self.queue = Queue(
-            submissions=device.mapped_words(config.slots * SUBMISSION_WORDS),
-            flags=device.mapped_words(config.slots * FLAG_WORDS),
-            control=device.mapped_words(CONTROL_WORDS),
+            submissions=kernel_submissions,
+            flags=kernel_flags,
+            control=kernel_control,
             tail=device.own_words(TAIL_WORDS, 0, 0),
             turns=device.own_words(config.slots, 0, 1),
             capacity=config.slots,
@@ -246,9 +249,9 @@ class Service:
             config.staging_buffers, config.staging_bytes, self._memory[0].address
         )
         self.poller = serving.make_poller(
-            submissions=self.queue.submissions,
-            flags=self.queue.flags,
-            control=self.queue.control,
+            submissions=submissions,
+            flags=flags,
+            control=self.control,
             sources=self.sources.words,
             destinations=self.destinations.words,
             capacity=config.slots,
@@ -266,15 +269,15 @@ class Service:
     def start(self) -> None:
         """Compile what serves, then start the threads and open the queue."""
         try:
-            serving.raise_state(self.queue.control, int(State.NEW))
+            serving.raise_state(self.control, int(State.NEW))
             if hasattr(serving.serve, "compile"):
                 serving.serve.compile((typeof(self.poller),))
             if self.choice.workers is not None:
                 self.choice.workers.start()
-            serving.raise_state(self.queue.control, int(State.RUNNING))
+            serving.raise_state(self.control, int(State.RUNNING))
             self._thread.start()
         except BaseException:
-            serving.raise_state(self.queue.control, int(State.ABORTED))
+            serving.raise_state(self.control, int(State.ABORTED))
             self.choice.stop()
             self._released = True
             raise
@@ -292,11 +295,12 @@ class Service:
             raise ForkedError(
                 f"this loader belongs to process {self._pid}; make one in the forked process"
             )
-        self._raise_death()
+        self.raise_death()
         if self.state >= State.CLOSING:
             raise ClosedError(f"the loader is {self.state.name.lower()}")
 
-    def _raise_death(self) -> None:
+    def raise_death(self) -> None:
+        """Raise `PollerDiedError` if the poller ended by an error."""
         error = self._outcome.error
         if error is not None:
             self._reported = True
@@ -305,7 +309,7 @@ class Service:
     @property
     def state(self) -> State:
         """Where the queue is in its life."""
-        return State(int(load_acquire(self.queue.control, STATE)))
+        return State(int(load_acquire(self.control, STATE)))
 
     @property
     def is_serving(self) -> bool:
@@ -324,22 +328,20 @@ class Service:
             table.retract(handle)
         seen = self._heartbeat()
         # An admission that still saw the handle belongs to a pass that had begun.
-        while self.is_serving and (
-            self._heartbeat() < seen + 2 or table.in_flight(handle) > 0
-        ):
+        while self.is_serving and (self._heartbeat() < seen + 2 or table.in_flight(handle) > 0):
             time.sleep(_LOOK_SECONDS)
         with self.lock:
             table.recycle(handle)
 
     def _heartbeat(self) -> int:
-        return int(load_acquire(self.queue.control, HEARTBEAT))
+        return int(load_acquire(self.control, HEARTBEAT))
 
     # --- the end ---
 
     def abort(self) -> None:
         """Release every waiting kernel at once; return without waiting for anything."""
         if os.getpid() == self._pid:
-            serving.raise_state(self.queue.control, int(State.ABORTED))
+            serving.raise_state(self.control, int(State.ABORTED))
 
     def close(self) -> None:
         """Serve what was posted, then stop and give everything back; a second call does nothing.
@@ -351,10 +353,10 @@ class Service:
         """
         if os.getpid() != self._pid:
             return
-        serving.raise_state(self.queue.control, int(State.CLOSING))
+        serving.raise_state(self.control, int(State.CLOSING))
         self.join()
         if not self._reported:
-            self._raise_death()
+            self.raise_death()
 
     def join(self) -> None:
         """Wait for the poller's thread and give back what it used."""

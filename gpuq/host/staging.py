@@ -35,6 +35,7 @@ FILLED = 9  # bytes known to be in the buffer, from its begin
 RESUMED = 10  # where the read in flight began, from the buffer's begin
 INTERRUPTIONS = 11  # EINTR and EAGAIN in a row
 TO = 12  # destination address
+TO_KIND = 13  # where that is
 LEASE_WORDS = 16
 
 # Counts.
@@ -65,7 +66,7 @@ class Staging(NamedTuple):
 
 
 def make_staging(buffers: int, buffer_bytes: int, address: int) -> Staging:
-    """Build the pool over memory that the caller owns, ``buffers * buffer_bytes`` from `address`."""
+    """Build the pool over ``buffers * buffer_bytes`` bytes from `address`; the caller owns them."""
     counts = np.zeros(COUNT_WORDS, dtype=np.int64)
     counts[FREE_COUNT] = buffers
     return Staging(

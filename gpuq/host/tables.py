@@ -37,12 +37,14 @@ SOURCE_WORDS = 2 * LINE_WORDS
 # Words of a destination entry; HANDLE and IN_FLIGHT as above.
 ADDRESS = 2
 NBYTES = 3
+KIND = 4  # HOST_MEMORY or DEVICE_MEMORY, see `gpuq.host.copier`
 DESTINATION_WORDS = LINE_WORDS
 
 MAX_OFFSET = 1 << 62
 """Largest file offset that is accepted, so that rounding up to an alignment cannot overflow."""
 
-assert LIMIT_END < SOURCE_WORDS and IS_PROVEN < SOURCE_WORDS and NBYTES < DESTINATION_WORDS
+assert IS_PROVEN < SOURCE_WORDS
+assert KIND < DESTINATION_WORDS
 
 
 @inlined

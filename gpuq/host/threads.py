@@ -143,9 +143,7 @@ def _sleep_until_rung(reader: Any) -> None:
     bell = load_relaxed(reader.bells, _BELL)
     fetch_add(reader.shared, _SLEEPERS, 1)
     head = load_acquire(reader.shared, _JOB_HEAD)
-    if head >= load_acquire(reader.shared, _JOB_TAIL) and (
-        load_acquire(reader.shared, _STOP) == 0
-    ):
+    if head >= load_acquire(reader.shared, _JOB_TAIL) and (load_acquire(reader.shared, _STOP) == 0):
         futex_wait(reader.bells_address + 4 * _BELL, np.int64(bell), _SLEEP_NS)
     fetch_add(reader.shared, _SLEEPERS, -1)
 
@@ -158,8 +156,9 @@ def _ring(reader: Any, count: Any) -> None:
 
 
 @implements(submit_read, ThreadsReader)
-def _submit(reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any,
-            nbytes: Any) -> None:
+def _submit(
+    reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any, nbytes: Any
+) -> None:
     tail = reader.words[_SUBMITTED]
     base = (tail & reader.mask) * LINE_WORDS
     jobs = reader.jobs
@@ -236,7 +235,7 @@ class WorkerThreads:
             thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Stop the threads and wait at most `timeout` seconds; False where one is stuck in a read."""
+        """Stop the threads, waiting `timeout` seconds for each; False where one is stuck."""
         store_release(self.reader.shared, _STOP, 1)
         _ring(self.reader, _EVERYBODY)
         for thread in self._threads:

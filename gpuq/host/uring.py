@@ -87,8 +87,9 @@ def make_uring_reader(reads: int) -> tuple[UringReader, MappedRing]:
 
 
 @implements(submit_read, UringReader)
-def _submit(reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any,
-            nbytes: Any) -> None:
+def _submit(
+    reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any, nbytes: Any
+) -> None:
     # There is room: the ring has an entry for each lease, and a lease one read at a time.
     tail = reader.words[_TAIL]
     base = (tail & reader.sq_mask) * SQE_WORDS

@@ -36,28 +36,56 @@ _OFF_SQES = 0x10000000
 
 class _SqOffsets(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint32) for name in (
-            "head", "tail", "ring_mask", "ring_entries", "flags", "dropped", "array", "reserved",
-        )),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "head",
+                "tail",
+                "ring_mask",
+                "ring_entries",
+                "flags",
+                "dropped",
+                "array",
+                "reserved",
+            )
+        ),
         ("user_address", ctypes.c_uint64),
     )
 
 
 class _CqOffsets(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint32) for name in (
-            "head", "tail", "ring_mask", "ring_entries", "overflow", "cqes", "flags", "reserved",
-        )),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "head",
+                "tail",
+                "ring_mask",
+                "ring_entries",
+                "overflow",
+                "cqes",
+                "flags",
+                "reserved",
+            )
+        ),
         ("user_address", ctypes.c_uint64),
     )
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint32) for name in (
-            "sq_entries", "cq_entries", "flags", "sq_thread_cpu", "sq_thread_idle", "features",
-            "wq_fd",
-        )),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "sq_entries",
+                "cq_entries",
+                "flags",
+                "sq_thread_cpu",
+                "sq_thread_idle",
+                "features",
+                "wq_fd",
+            )
+        ),
         ("reserved", ctypes.c_uint32 * 3),
         ("sq_off", _SqOffsets),
         ("cq_off", _CqOffsets),
@@ -108,9 +136,7 @@ def map_ring(entries: int) -> MappedRing:
         The system refuses; the message says how and what that usually means.
     """
     params = _Params()
-    descriptor = system_call(
-        SYS_IO_URING_SETUP, entries, ctypes.addressof(params), 0, 0, 0, 0
-    )
+    descriptor = system_call(SYS_IO_URING_SETUP, entries, ctypes.addressof(params), 0, 0, 0, 0)
     if descriptor < 0:
         raise ReaderUnavailableError(-descriptor, _explain_refusal(-descriptor))
     try:
@@ -120,14 +146,10 @@ def map_ring(entries: int) -> MappedRing:
                 errno.ENOSYS, "io_uring is too old here: it lacks EXT_ARG (Linux 5.11)"
             )
         sq, cq = params.sq_off, params.cq_off
-        rings_bytes = max(
-            sq.array + params.sq_entries * 4, cq.cqes + params.cq_entries * CQE_BYTES
-        )
+        rings_bytes = max(sq.array + params.sq_entries * 4, cq.cqes + params.cq_entries * CQE_BYTES)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         rings = mmap.mmap(descriptor, rings_bytes, flags=flags, offset=_OFF_RINGS)
-        sqes = mmap.mmap(
-            descriptor, params.sq_entries * SQE_BYTES, flags=flags, offset=_OFF_SQES
-        )
+        sqes = mmap.mmap(descriptor, params.sq_entries * SQE_BYTES, flags=flags, offset=_OFF_SQES)
         # Submission entry i always stands at index i of the indirection array.
         order = np.frombuffer(rings, np.uint32, params.sq_entries, sq.array)
         order[:] = np.arange(params.sq_entries, dtype=np.uint32)

@@ -108,8 +108,9 @@ def claim(q: Any) -> Any:
 
 
 @protocol
-def publish(q: Any, ticket: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
-            tag: Any) -> None:
+def publish(
+    q: Any, ticket: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any, tag: Any
+) -> None:
     """Write the submission of a claimed ticket and make it visible to the poller."""
     words = q.submissions
     base = (ticket & (q.capacity - 1)) * SUBMISSION_WORDS
@@ -125,8 +126,9 @@ def publish(q: Any, ticket: Any, source: Any, destination: Any, offset: Any, sta
 
 
 @protocol
-def try_post_at(q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
-                tag: Any) -> Any:
+def try_post_at(
+    q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any, tag: Any
+) -> Any:
     """Post like `post_at` if a slot is free at this moment; never spin for one.
 
     Returns
@@ -153,8 +155,9 @@ def try_post(q: Any, source: Any, destination: Any, start: Any, end: Any, tag: A
 
 
 @protocol
-def post_at(q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
-            tag: Any) -> Any:
+def post_at(
+    q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any, tag: Any
+) -> Any:
     """Ask for bytes ``[start, end)`` of a source, to land at `offset` of a destination.
 
     Parameters
@@ -336,8 +339,9 @@ def wait_for(q: Any, ticket: Any, timeout_ns: Any) -> Any:
 
 
 @protocol
-def pull_at(q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any,
-            tag: Any) -> Any:
+def pull_at(
+    q: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any, tag: Any
+) -> Any:
     """Ask like `post_at` and wait for the answer; return its `Status`."""
     return wait(q, post_at(q, source, destination, offset, start, end, tag))
 
