@@ -63,7 +63,7 @@ HEARTBEAT = LINE_WORDS  # passes that the poller has begun
 TAIL_WORDS = LINE_WORDS
 
 MAX_CAPACITY = 1 << 20
-MAX_TICKET = (1 << 47) - 1
+MAX_TICKET = (1 << 47) - 2
 
 HANDLE_INDEX_BITS = 32
 HANDLE_INDEX_MASK = (1 << HANDLE_INDEX_BITS) - 1
@@ -165,6 +165,6 @@ assert max(Status) <= FLAG_STATUS_MASK
 assert [int(status) for status in Status] == list(range(STATUS_COUNT))
 assert FLAG_STATUS_MASK.bit_length() == FLAG_ERRNO_SHIFT
 assert FLAG_ERRNO_SHIFT + FLAG_ERRNO_MASK.bit_length() == FLAG_SEQUENCE_SHIFT
-assert (MAX_TICKET + 1) << FLAG_SEQUENCE_SHIFT < 1 << 64
+assert ((MAX_TICKET + 1) << FLAG_SEQUENCE_SHIFT) | 0xFFFF < 1 << 63
 assert (MAX_GENERATION << HANDLE_INDEX_BITS) | HANDLE_INDEX_MASK < 1 << 63
 assert MAX_CAPACITY & (MAX_CAPACITY - 1) == 0

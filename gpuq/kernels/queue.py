@@ -84,6 +84,8 @@ _CLOSING = int(State.CLOSING)
 _CLAIM_ATTEMPTS = 64
 _SPINS_PER_LOOK = 16
 _FOREVER = -1
+_LONGEST_NS = 1 << 61
+"""73 years: what a time-out is cut to, so that the end of it does not overflow a clock's word."""
 
 
 @protocol
@@ -249,6 +251,7 @@ def poll(q: Any, ticket: Any) -> Any:
         already. The bytes may be read when it is ``Status.OK``; the slot stays taken until
         `wait` is called.
     """
+    ticket = as_signed(ticket)
     if ticket < 0:
         return -ticket
     status = judge(flag_of(q, ticket), ticket)
@@ -261,6 +264,7 @@ def errno_of(q: Any, ticket: Any) -> Any:
 
     Meaningful after `poll` said ``Status.READ_FAILED`` and before `wait` frees the slot.
     """
+    ticket = as_signed(ticket)
     if ticket < 0:
         return 0
     flag = flag_of(q, ticket)
@@ -322,7 +326,7 @@ def wait(q: Any, ticket: Any) -> Any:
         ``STALE``: the ticket was consumed before. ``ABORTED``: the queue ended without an
         answer; bytes may still arrive in the destination until the `Loader` is closed.
     """
-    return settle(q, ticket, _FOREVER)
+    return settle(q, as_signed(ticket), _FOREVER)
 
 
 @protocol
@@ -335,7 +339,7 @@ def wait_for(q: Any, ticket: Any, timeout_ns: Any) -> Any:
         A `Status`. ``TIMED_OUT`` leaves the ticket outstanding: wait for it again. The
         destination still belongs to the request.
     """
-    return settle(q, ticket, timeout_ns if timeout_ns > 0 else 0)
+    return settle(q, as_signed(ticket), min(max(as_signed(timeout_ns), 0), _LONGEST_NS))
 
 
 @protocol
