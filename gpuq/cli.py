@@ -1,0 +1,407 @@
+"""The ``gpuq`` command.
+
+Every failure that a user can cause is one line on standard error. Results go to standard
+output, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpuq.config import DIRECT_MODES, READERS, TARGETS, LoaderConfig
+from gpuq.errors import ConfigError, GpuqError
+from gpuq.version import __version__
+
+if TYPE_CHECKING:
+    from gpuq.formats import ArrayEntry, ArrayFile
+    from gpuq.loader import Loader
+    from gpuq.pull_files import Progress, Pull
+
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks must not end the command.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app(prog_name="gpuq")
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        sys.exit(INTERRUPTED)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"gpuq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _gpuq(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """A running Numba kernel pulls bytes out of files."""
+
+
+@app.command()
+def pull(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help=".safetensors, .safetensors.index.json (all its shards), .npy; any other is raw: "
+            "one array of bytes.",
+            show_default=False,
+        ),
+    ],
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Pull only this array; may be repeated. With several files: from whoever has it.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(TARGETS),
+            help="Where the kernel runs. Default: GPUQ_TARGET, or auto.",
+        ),
+    ] = None,
+    reader: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(READERS), help="What reads. Default: GPUQ_READER, or auto."),
+    ] = None,
+    direct: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(DIRECT_MODES),
+            help="Whether reads bypass the page cache (O_DIRECT). Default: GPUQ_DIRECT, or auto.",
+        ),
+    ] = None,
+    slots: Annotated[
+        int, typer.Option(help="Requests in flight at most; a power of two.")
+    ] = LoaderConfig.slots,
+    staging_buffers: Annotated[
+        int, typer.Option(help="Reads in flight at most.")
+    ] = LoaderConfig.staging_buffers,
+    staging_bytes: Annotated[
+        int, typer.Option(help="Bytes of one read at most; a multiple of 4096.")
+    ] = LoaderConfig.staging_bytes,
+    slice_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes of one request, 512 or more. Default: as --staging-bytes.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+    ] = False,
+) -> None:
+    """Pull every array of FILE... with requests made inside a running kernel, and check each byte.
+
+    The kernel asks for slices of each array, many at once; what arrives is compared with an
+    ordinary buffered read of the file. A table shows each array with its status and the CRC-32
+    of its bytes; GB/s counts the pull alone, without starting and checking.
+
+    A file that cannot be pulled is one line on standard error that names it and the cause; the
+    others are pulled all the same. The exit code is 0 if every byte of every file was right, 1 if
+    not, 130 after Ctrl-C.
+    """
+    with _reporting(as_json) as report:
+        config = _settings(
+            target=target,
+            reader=reader,
+            direct=direct,
+            slots=slots,
+            staging_buffers=staging_buffers,
+            staging_bytes=staging_bytes,
+            slice_bytes=slice_bytes,
+        )
+        chosen = _choose(report, files, tensor or [])
+        if chosen:
+            with _started(config) as loader:
+                for path, found, entries in chosen:
+                    _pull_one(report, loader, path, found, entries, slice_bytes)
+
+
+@app.command()
+def demo(
+    mib: Annotated[int, typer.Option(min=1, max=4096, help="Size of the file, in MiB.")] = 40,
+) -> None:
+    """Make a file with arrays at odd offsets, let a kernel pull it, and say what happened.
+
+    The file stands in the temporary directory (TMPDIR) and is removed in the end. Target, reader
+    and mode follow GPUQ_TARGET, GPUQ_READER and GPUQ_DIRECT, as for every loader.
+    """
+    from gpuq.demo import write_demo_file
+    from gpuq.pull_files import find_arrays
+
+    with (
+        _reporting(as_json=False) as report,
+        tempfile.TemporaryDirectory(prefix="gpuq-demo-") as folder,
+    ):
+        path = os.path.join(folder, "demo.safetensors")
+        config = _settings()
+        try:
+            write_demo_file(path, mib)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+        found = find_arrays(path)
+        with _started(config) as loader:
+            pulled = _pull_one(report, loader, path, found, list(found.values()), None)
+        if pulled is not None and pulled.ok:
+            report.tell_story(pulled)
+
+
+class _Report:
+    """What a command prints, and whether all went well."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.is_right = True
+        self._as_json = as_json
+        self._files: list[dict[str, Any]] = []
+        self._error: str | None = None
+
+    def succeed(self, path: str, format_name: str, pull: Pull) -> None:
+        """Show one file."""
+        from gpuq.report import describe_pull, open_console, show_pull
+
+        self.is_right &= pull.ok
+        self._files.append(describe_pull(path, format_name, pull))
+        if not self._as_json:
+            show_pull(open_console(), path, format_name, pull)
+
+    def fail(self, message: str, path: str | None = None) -> None:
+        """Say what went wrong, in one line; `path` where it was one file that failed."""
+        from gpuq.report import describe_failure
+
+        self.is_right = False
+        _complain(message)
+        if path is None:
+            self._error = message
+        else:
+            self._files.append(describe_failure(path, message))
+
+    def tell_story(self, pull: Pull) -> None:
+        """Say in plain words what a successful demo did."""
+        from gpuq.report import open_console, tell_story
+
+        tell_story(open_console(), pull)
+
+    def finish(self) -> None:
+        """Print what can only be said in the end."""
+        if self._as_json:
+            document = {
+                "gpuq": __version__,
+                "ok": self.is_right,
+                "error": self._error,
+                "files": self._files,
+            }
+            print(json.dumps(document, indent=2))
+        elif len(self._files) > 1:
+            right = sum(file["ok"] for file in self._files)
+            print(f"\n{right} of {len(self._files)} files right")
+        sys.stdout.flush()
+
+
+@contextmanager
+def _reporting(as_json: bool) -> Iterator[_Report]:
+    """Turn what a user can cause into one line, and all into an exit code; bugs keep tracebacks."""
+    report = _Report(as_json)
+    try:
+        try:
+            yield report
+        except BrokenPipeError:
+            raise
+        except (GpuqError, OSError, MemoryError) as error:
+            report.fail(_describe(error))
+        report.finish()
+    except BrokenPipeError:
+        # Whoever read the output has gone, and wants no complaint; nor must the flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except OSError as error:
+        _complain(f"standard output: {error.strerror}")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(0 if report.is_right else 1)
+
+
+def _settings(slice_bytes: int | None = None, **settings: Any) -> LoaderConfig:
+    """Build the settings; an error names the option as it was typed."""
+    from gpuq.pull_files import check_slice_bytes
+
+    try:
+        if slice_bytes is not None:
+            check_slice_bytes(slice_bytes)
+        return LoaderConfig.from_environment(**settings)
+    except ConfigError as error:
+        name, space, rest = str(error).partition(" ")
+        if name == "slice_bytes" or name in settings:
+            raise ConfigError(f"--{name.replace('_', '-')}{space}{rest}") from None
+        raise
+
+
+def _choose(
+    report: _Report, paths: Sequence[str], names: Sequence[str]
+) -> list[tuple[str, ArrayFile, list[ArrayEntry]]]:
+    """Find what is to be pulled of each file; complain about files and names that are not there."""
+    from gpuq.pull_files import find_arrays
+
+    found: list[tuple[str, ArrayFile]] = []
+    for path in paths:
+        try:
+            found.append((path, find_arrays(path)))
+        except (GpuqError, OSError) as error:
+            report.fail(_describe(error, path), path)
+    if not names:
+        return [(path, arrays, list(arrays.values())) for path, arrays in found]
+    known = list(dict.fromkeys(name for _, arrays in found for name in arrays))
+    for name in names:
+        if found and name not in known:
+            where = found[0][0] if len(paths) == 1 else f"any of {len(found)} files"
+            report.fail(f"no array {name!r} in {where}; {_suggest(name, known)}")
+    wanted = set(names)
+    chosen = [
+        (path, arrays, [entry for entry in arrays.values() if entry.name in wanted])
+        for path, arrays in found
+    ]
+    return [choice for choice in chosen if choice[2]]
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """Name the arrays that a mistyped name may have meant."""
+    close = difflib.get_close_matches(name, known, n=3)
+    close += [other for other in known if name in other and other not in close][: 3 - len(close)]
+    if close:
+        return f"close to it: {', '.join(close)}"
+    return f"there are {len(known)}, such as {', '.join(known[:3])}" if known else "there are none"
+
+
+def _pull_one(
+    report: _Report,
+    loader: Loader,
+    path: str,
+    found: ArrayFile,
+    entries: Sequence[ArrayEntry],
+    slice_bytes: int | None,
+) -> Pull | None:
+    """Pull one file and show it; a failure is its line."""
+    from gpuq.pull_files import pull_arrays
+
+    try:
+        with _progress_bar(sum(entry.nbytes for entry in entries)) as on_progress:
+            pulled = pull_arrays(loader, entries, slice_bytes=slice_bytes, on_progress=on_progress)
+    except (GpuqError, OSError, MemoryError) as error:
+        report.fail(_describe(error, path), path)
+        return None
+    report.succeed(path, found.format, pulled)
+    return pulled
+
+
+@contextmanager
+def _started(config: LoaderConfig) -> Iterator[Loader]:
+    """Give a loader with the kernel compiled; say so where that takes its time."""
+    from gpuq.pull_files import prepare
+
+    with _told_when_compiling(), _make_loader(config) as loader:
+        prepare(loader)
+        yield loader
+
+
+def _make_loader(config: LoaderConfig) -> Loader:
+    from gpuq.loader import Loader
+
+    try:
+        return Loader(config)
+    except GpuqError:
+        raise
+    except OSError as error:
+        staging = config.staging_buffers * config.staging_bytes
+        raise OSError(
+            error.errno,
+            f"the loader cannot start: {error.strerror}; its staging takes {staging:,} bytes",
+        ) from None
+
+
+@contextmanager
+def _told_when_compiling() -> Iterator[None]:
+    """Say on standard error that code is compiled, when it is and not found in Numba's cache."""
+    from numba.core import event
+
+    class Notice(event.Listener):  # type: ignore[misc]
+        is_due = True
+
+        def on_start(self, _event: Any) -> None:
+            if self.is_due:
+                self.is_due = False
+                _complain("compiling for this machine, once; it takes about ten seconds ...")
+
+        def on_end(self, _event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Notice()):
+        yield
+
+
+@contextmanager
+def _progress_bar(nbytes: int) -> Iterator[Progress | None]:
+    """Draw on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks = {stage: progress.add_task(stage, total=nbytes) for stage in ("pull", "check")}
+        yield lambda stage, done: progress.update(tasks[stage], completed=done)
+
+
+def _describe(error: BaseException, path: str | None = None) -> str:
+    """Say an error in one line that names the file."""
+    if isinstance(error, MemoryError):
+        text = "not enough memory for its arrays" if path else "not enough memory"
+    elif isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+        path = error.filename or path
+    else:
+        text = str(error)
+    return text if path is None or text.startswith(f"{path}:") else f"{path}: {text}"
+
+
+def _complain(message: str) -> None:
+    from gpuq.report import printable
+
+    print(f"gpuq: {printable(message)}", file=sys.stderr, flush=True)
