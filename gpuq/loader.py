@@ -18,7 +18,7 @@ from gpuq.errors import (
 )
 from gpuq.host.device import CpuDevice, Device, SimulatorDevice
 from gpuq.host.direct_file import OpenFile, open_file
-from gpuq.host.service import Service, Statistics
+from gpuq.host.service import Service, Statistics, keep_forever
 from gpuq.host.tables import (
     ADDRESS,
     ALIGNMENT,
@@ -475,6 +475,9 @@ def _forget(
     """Close files and let arrays go once no poller can use them."""
     if service.is_serving:
         return
+    if service.is_dirty:
+        # A copy may still be under way to one of these arrays.
+        keep_forever(list(destinations.values()))
     while sources:
         sources.popitem()[1].close()
     while destinations:

@@ -18,6 +18,9 @@ from gpuq.errors import DestinationError
 from gpuq.host.copier import HOST_MEMORY, MemcpyCopier
 from gpuq.host.direct_file import MEMORY_ALIGNMENT
 
+# A forked child gets a copy, and cannot post to its parent's queue.
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
 
 @dataclass(frozen=True)
 class Region:
@@ -85,7 +88,8 @@ class CpuDevice:
 
     def mapped_words(self, count: int) -> tuple[NDArray[np.uint64], Any]:
         """Return zeroed words, page-aligned; both views are one."""
-        words = np.frombuffer(mmap.mmap(-1, count * 8), dtype=np.uint64, count=count)
+        memory = mmap.mmap(-1, count * 8, flags=_PRIVATE)
+        words = np.frombuffer(memory, dtype=np.uint64, count=count)
         return words, words
 
     def own_words(self, count: int, start: int, step: int) -> NDArray[np.uint64]:
@@ -96,8 +100,11 @@ class CpuDevice:
 
     def staging(self, nbytes: int) -> Region:
         """Return page-aligned memory, its pages present."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8)
+        mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE | mmap.MAP_POPULATE)
+        # A fork while a direct read is under way may leave its bytes to the other process
+        # (open(2), "O_DIRECT", on fork).
+        mapping.madvise(mmap.MADV_DONTFORK)
+        memory = np.frombuffer(mapping, dtype=np.uint8)
         address = memory.ctypes.data
         assert address % MEMORY_ALIGNMENT == 0
         return Region(address, nbytes, memory)

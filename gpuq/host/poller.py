@@ -118,6 +118,7 @@ READS = 4  # in flight
 COPIES = 5  # under way
 REQUESTS = 6  # admitted and not completed
 FAILURE = 7  # errno that ended the queue; 0 while none
+IS_SEALED = 8  # 1 once a closing queue has admitted the last of what was posted
 CURSOR_WORDS = 16
 
 # Statistics; the poller is the only writer. Completions by status come first.
@@ -129,7 +130,8 @@ STATISTICS_FALLBACKS = STATUS_COUNT + 4
 STATISTICS_HIGH_WATER = STATUS_COUNT + 5
 STATISTICS_LAST_ERRNO = STATUS_COUNT + 6
 STATISTICS_QUARANTINED = STATUS_COUNT + 7
-STATISTICS_WORDS = STATUS_COUNT + 8
+STATISTICS_OUTSTANDING = STATUS_COUNT + 8
+STATISTICS_WORDS = STATUS_COUNT + 9
 
 _OK = int(Status.OK)
 _END_OF_FILE = int(Status.END_OF_FILE)
@@ -255,6 +257,13 @@ def count(p: Any, position: Any, amount: Any) -> None:
     store_release(p.statistics, position, p.statistics[position] + amount)
 
 
+@inlined
+def count_outstanding(p: Any, change: Any) -> None:
+    """Count a request in or out."""
+    p.cursor[REQUESTS] += change
+    store_release(p.statistics, STATISTICS_OUTSTANDING, p.cursor[REQUESTS])
+
+
 # --- admit ---------------------------------------------------------------------------------
 
 
@@ -271,6 +280,21 @@ def admit(p: Any) -> Any:
             admitted += 1
         cursor[SWEEP] = (cursor[SWEEP] + 1) & (p.capacity - 1)
     advance_head(p)
+    return admitted
+
+
+@inlined
+def seal(p: Any) -> Any:
+    """Admit all that stands in the slots of a closing queue; nothing is admitted after it.
+
+    A kernel that goes on posting would otherwise keep the queue from ever closing. What it posts
+    from now on is answered by STATE.
+    """
+    admitted = 0
+    for slot in range(p.capacity):
+        if admit_slot(p, slot):
+            admitted += 1
+    p.cursor[IS_SEALED] = 1
     return admitted
 
 
@@ -296,7 +320,7 @@ def admit_slot(p: Any, slot: Any) -> Any:
     if request[ACTIVE] == 1:
         return False
     p.expected[slot] = ticket + p.capacity
-    p.cursor[REQUESTS] += 1
+    count_outstanding(p, 1)
     request[ACTIVE] = 1
     request[TICKET] = ticket
     request[PIECES] = 0
@@ -524,7 +548,7 @@ def arrive_failed(p: Any, lease: Any, number: Any) -> None:
     ):
         # The file system refuses O_DIRECT at the read. If it never took one, it never will.
         if p.sources[source_base + IS_PROVEN] == 0:
-            p.sources[source_base + IS_DIRECT] = 0
+            store_release(p.sources, source_base + IS_DIRECT, 0)
         store_release(p.sources, source_base + FALLBACK_ERRNO, number)
         count(p, STATISTICS_FALLBACKS, 1)
         count(p, STATISTICS_RETRIES, 1)
@@ -628,7 +652,7 @@ def complete(p: Any, slot: Any) -> None:
         add_in_flight(p.sources, request[SOURCE_BASE], -1)
         add_in_flight(p.destinations, request[DESTINATION_BASE], -1)
     request[ACTIVE] = 0
-    p.cursor[REQUESTS] -= 1
+    count_outstanding(p, -1)
     count(p, request[STATUS], 1)
     flag = (
         (request[TICKET] + 1) << FLAG_SEQUENCE_SHIFT
@@ -647,26 +671,19 @@ def poll_once(p: Any) -> Any:
     """Do one bounded step of everything; return how much was done."""
     store_release(p.control, HEARTBEAT, load_relaxed(p.control, HEARTBEAT) + as_word(1))
     done = retire(p) + reap(p)
-    if as_signed(load_acquire(p.control, STATE)) != _ABORTED:
-        done += admit(p) + issue(p)
+    state = as_signed(load_acquire(p.control, STATE))
+    if state != _ABORTED:
+        if state != _CLOSING:
+            done += admit(p)
+        elif p.cursor[IS_SEALED] == 0:
+            done += seal(p)
+        done += issue(p)
         store_release(p.statistics, STATISTICS_HIGH_WATER, p.staging.counts[HIGH_WATER])
     failure = flush_reads(p.reader)
     if failure != 0:
         p.cursor[FAILURE] = failure
         raise_state(p.control, _ABORTED)
     return done
-
-
-@inlined
-def is_drained(p: Any) -> Any:
-    """Whether nothing is under way and no slot holds a submission that was not admitted."""
-    if p.cursor[REQUESTS] > 0:
-        return False
-    for slot in range(p.capacity):
-        sequence = as_signed(load_acquire(p.submissions, slot * SUBMISSION_WORDS + SEQUENCE))
-        if sequence == p.expected[slot] + 1:
-            return False
-    return True
 
 
 @inlined
@@ -701,7 +718,7 @@ def serve(p: Any) -> Any:
             state = as_signed(load_acquire(p.control, STATE))
             if state == _ABORTED and p.cursor[READS] == 0 and p.cursor[COPIES] == 0:
                 return 0
-            if state == _CLOSING and is_drained(p):
+            if p.cursor[IS_SEALED] == 1 and p.cursor[REQUESTS] == 0:
                 raise_state(p.control, _CLOSED)
                 return 0
             rest(p, idle)

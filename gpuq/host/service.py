@@ -6,6 +6,8 @@ resource out of its place before it gives it back.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 import time
@@ -43,9 +45,15 @@ from gpuq.ordering import load_acquire
 _STUCK_SECONDS = 5.0
 _LOOK_SECONDS = 0.0002
 _PROBE_BYTES = 4096
+_ETIME, _EIO = errno.ETIME, errno.EIO
 
-# Memory that a stuck read or copy may still touch. It is never freed: to reuse it would be worse.
-_quarantine: list[Any] = []
+
+def keep_forever(thing: Any) -> None:
+    """Never free what a stuck read or copy may still touch; to reuse it would be worse.
+
+    Not even when the interpreter ends and empties its modules: a thread may be using it then.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class ReaderChoice:
 
 @compiled
 def _try_reader(reader: Any, descriptor: Any, address: Any, nbytes: Any) -> Any:
-    """Read once through a reader; return its result, or -ETIME (62) after a second."""
+    """Read once through a reader; return its result, or -ETIME after a second."""
     submit_read(reader, 0, descriptor, 0, address, nbytes)
     failure = flush_reads(reader)
     if failure != 0:
@@ -133,7 +141,7 @@ def _try_reader(reader: Any, descriptor: Any, address: Any, nbytes: Any) -> Any:
         if lease == 0:
             return result
         sleep_ns(100_000)
-    return -62
+    return -_ETIME
 
 
 def probe_reader(reader: Any) -> int:
@@ -146,9 +154,11 @@ def probe_reader(reader: Any) -> int:
         result = int(_try_reader(reader, descriptor, buffer.ctypes.data, _PROBE_BYTES))
     finally:
         os.close(descriptor)
+    if result == -_ETIME:
+        keep_forever((reader, buffer))
     if result < 0:
         return -result
-    return 0 if buffer.tobytes() == expected else 5
+    return 0 if buffer.tobytes() == expected else _EIO
 
 
 def choose_reader(config: LoaderConfig) -> ReaderChoice:
@@ -244,7 +254,11 @@ class Service:
         self._outcome = _Outcome()
         self._reported = False
         self._released = False
-        self.choice = choose_reader(config)
+        try:
+            self.choice = choose_reader(config)
+        except BaseException:
+            device.close()
+            raise
         staging = make_staging(
             config.staging_buffers, config.staging_bytes, self._memory[0].address
         )
@@ -279,6 +293,7 @@ class Service:
         except BaseException:
             serving.raise_state(self.control, int(State.ABORTED))
             self.choice.stop()
+            self.device.close()
             self._released = True
             raise
 
@@ -368,16 +383,32 @@ class Service:
             if self._released:
                 return
             self._released = True
-        if not self.choice.stop() or self._outcome.is_dirty:
-            _quarantine.append((self._memory, self.poller))
+        if not self.choice.stop() or self.is_dirty:
+            keep_forever((self.device, self._memory, self.poller, self.choice))
             return
         self._memory = []
         self.device.close()
 
+    @property
+    def is_dirty(self) -> bool:
+        """Whether a read or a copy may still be under way although nobody waits for it."""
+        return self._outcome.is_dirty
+
     def finish(self) -> None:
-        """End a queue that its owner forgot: nothing raises, nothing waits for kernels."""
+        """End a queue that its owner forgot, or that is left when the interpreter ends.
+
+        Nothing raises, nothing waits for kernels, and a read that is stuck is waited for only so
+        long.
+        """
         self.abort()
-        if os.getpid() == self._pid and not self._released:
+        if os.getpid() != self._pid or self._released:
+            return
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_STUCK_SECONDS)
+        if self._thread.is_alive():
+            self._outcome.is_dirty = True
+            keep_forever((self.device, self._memory, self.poller, self.choice))
+        else:
             self.join()
 
     # --- what was done ---
@@ -393,7 +424,7 @@ class Service:
             target=self.device.name,
             reader=self.choice.name,
             requests=requests,
-            outstanding=int(self.poller.cursor[serving.REQUESTS]),
+            outstanding=words[serving.STATISTICS_OUTSTANDING],
             bytes=words[serving.STATISTICS_BYTES],
             reads=words[serving.STATISTICS_READS],
             short_reads=words[serving.STATISTICS_SHORT_READS],

@@ -21,6 +21,7 @@ STOP               host                  release / acquire
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,10 +236,11 @@ class WorkerThreads:
             thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Stop the threads, waiting `timeout` seconds for each; False where one is stuck."""
+        """Stop the threads within `timeout` seconds; False where one is stuck in a read."""
         store_release(self.reader.shared, _STOP, 1)
         _ring(self.reader, _EVERYBODY)
+        deadline = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(timeout)
+                thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
