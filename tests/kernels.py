@@ -2,7 +2,7 @@
 
 Each body is plain Python: the simulator runs it as it is, Numba compiles it for the CPU. They
 are few and have one signature each, since each costs a second or two to compile. `compiled_kernel`
-caches them between runs, under a key made of gpuq's sources and of this file.
+caches them between runs, under a key made of gpuq's sources and of the kernel's own file.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ TIMED_OUT = int(gpuq.Status.TIMED_OUT)
 
 
 @functools.cache
-def _key() -> str:
-    return hashlib.sha256(
-        compiling.source_key().encode() + Path(__file__).read_bytes()
-    ).hexdigest()
+def _key(path: str) -> str:
+    sources = compiling.source_key().encode() + Path(path).read_bytes()
+    return hashlib.sha256(sources).hexdigest()
 
 
 class _KernelCacheImpl(compiling.CompileResultCacheImpl):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self.locator.get_source_stamp = _key
+        self.locator.get_source_stamp = lambda: _key(function.__code__.co_filename)
 
 
 class _KernelCache(compiling.FunctionCache):
@@ -43,7 +42,7 @@ class _KernelCache(compiling.FunctionCache):
 
 
 def compiled_kernel(body: Callable[..., Any]) -> Any:
-    """Compile a body of this file for the CPU, without the interpreter lock."""
+    """Compile a body for the CPU, without the interpreter lock."""
     dispatcher = njit(nogil=True)(body)
     dispatcher._cache = _KernelCache(body)
     return dispatcher
