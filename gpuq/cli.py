@@ -228,7 +228,7 @@ class _Report:
             print(json.dumps(document, indent=2))
         elif len(self._files) > 1:
             right = sum(file["ok"] for file in self._files)
-            print(f"\n{right} of {len(self._files)} files right")
+            print(f"{right} of {len(self._files)} files right")
         sys.stdout.flush()
 
 

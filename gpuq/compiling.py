@@ -34,6 +34,8 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 _PART_OPTIONS = {
     "nogil": True,
     "_nrt": False,
+    # A call passes a tuple of twenty arrays as some hundred and fifty words.
+    "forceinline": True,
     # Only compiled code calls them; unpacking a tuple of twenty arrays is half the compile time.
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,

@@ -232,7 +232,7 @@ def read_plainly(path: str, start: int, end: int) -> Iterator[NDArray[np.uint8]]
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while start < end:
-            got = file.readinto(memoryview(buffer)[: end - start])
+            got = file.readinto(buffer.data[: end - start])
             if not got:
                 return
             yield buffer[:got]

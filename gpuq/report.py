@@ -47,7 +47,9 @@ def show_pull(console: Console, path: str, format_name: str, pull: Pull) -> None
     title = f"{printable(path)}: {format_name}, {count} array{'s' * (count != 1)}"
     _print(console, Text(title, style="bold", overflow="fold"))
     _print(console, _array_table(pull.arrays))
+    _print(console, Text())
     _print(console, _summary_table(pull))
+    _print(console, Text())
 
 
 def tell_story(console: Console, pull: Pull) -> None:
@@ -77,7 +79,7 @@ def tell_story(console: Console, pull: Pull) -> None:
         "file. All are right.",
     )
     console.width = min(console.width, _STORY_COLUMNS)
-    _print(console, Text("\nWhat happened\n", style="bold"))
+    _print(console, Text("What happened\n", style="bold"))
     for paragraph in paragraphs:
         _print(console, Padding(Text(paragraph), (0, 0, 1, 2)))
     _print(console, Text("The file was removed. With one of your own:  gpuq pull FILE"))

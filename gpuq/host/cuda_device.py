@@ -59,8 +59,12 @@ class CudaDevice:
 
         self._cupy = cupy
         self._cuda = cuda
-        self._ordinal = cupy.cuda.Device().id
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        try:
+            self._ordinal = cupy.cuda.Device().id
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        except RuntimeError as error:
+            # Made for a newer CUDA than the driver's, or the GPU is taken: CuPy's own words say.
+            raise TargetUnavailableError(f"CuPy cannot use {self.facts.name}: {error}") from None
         self._events: list[Any] = []
         self._pinned: list[int] = []
         self._held = contextlib.ExitStack()

@@ -33,6 +33,9 @@ CQE_WORDS = 2
 _OFF_RINGS = 0
 _OFF_SQES = 0x10000000
 
+# The mode of a thread under a filter (proc_pid_status(5)).
+_SECCOMP_FILTER = "2"
+
 
 class _SqOffsets(ctypes.Structure):
     _fields_ = (
@@ -170,16 +173,35 @@ def map_ring(entries: int) -> MappedRing:
 
 def _explain_refusal(number: int) -> str:
     name = errno.errorcode.get(number, str(number))
+    setting = _word_of("/proc/sys/kernel/io_uring_disabled")
+    is_filtered = _word_of("/proc/thread-self/status", "Seccomp:") == _SECCOMP_FILTER
     if number == errno.EPERM:
-        setting = Path("/proc/sys/kernel/io_uring_disabled")
-        value = setting.read_text().strip() if setting.exists() else "absent"
-        if value in ("1", "2"):
-            why = f"the sysctl kernel.io_uring_disabled is {value}"
+        if setting == "2" or (setting == "1" and not is_filtered):
+            why = f"the sysctl kernel.io_uring_disabled is {setting}"
+        elif setting == "1":
+            why = "the sysctl kernel.io_uring_disabled is 1, or a seccomp filter refuses it"
+        elif is_filtered:
+            why = f"a seccomp filter (kernel.io_uring_disabled is {setting or 'absent'})"
         else:
-            why = f"a seccomp filter, most likely (kernel.io_uring_disabled is {value})"
-        return f"io_uring is refused with {name}: {why}"
-    if number == errno.ENOSYS:
-        return f"io_uring is refused with {name}: the kernel has none, or a seccomp filter hides it"
-    if number == errno.ENOMEM:
-        return f"io_uring is refused with {name}: the locked-memory limit (ulimit -l) is too low"
-    return f"io_uring is refused with {name} ({os.strerror(number)})"
+            why = "neither the sysctl kernel.io_uring_disabled nor a seccomp filter; a security module"
+    elif number == errno.ENOSYS:
+        if setting is not None and is_filtered:
+            why = "a seccomp filter hides it; the kernel has it"
+        elif is_filtered:
+            why = "the kernel has none, or a seccomp filter hides it"
+        else:
+            why = "the kernel has none"
+    elif number == errno.ENOMEM:
+        why = "the locked-memory limit (ulimit -l) is too low"
+    else:
+        why = os.strerror(number)
+    return f"io_uring is refused with {name}: {why}"
+
+
+def _word_of(path: str, label: str = "") -> str | None:
+    """Return the word behind a label in a file of /proc; None where there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line[len(label) :].strip() for line in lines if line.startswith(label)), None)

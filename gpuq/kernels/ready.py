@@ -104,7 +104,7 @@ def pull_slices(
 
 
 pull_slices_on_cpu = compiled(pull_slices)
-"""`pull_slices` for the CPU target. A worker is a call, in a thread of its own; none has the GIL."""
+"""`pull_slices` for the CPU target: each worker is a call, in a thread of its own."""
 
 
 @cuda.jit
