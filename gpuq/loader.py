@@ -281,7 +281,7 @@ class Loader:
     def explain(self, source: Source) -> Explanation:
         """Say how a source is read and why."""
         table = self._service.sources
-        if not source.is_open or source.handle not in self._sources:
+        if not source.is_open or self._sources.get(source.handle) is not source:
             raise SourceError(f"{source!r} is not open in this loader")
         file = source._file
         assert file is not None

@@ -159,8 +159,10 @@ def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> 
         if descriptor < 0 and direct == "require":
             raise DirectUnavailableError(f"{name}: direct reads were required, but {reason}")
         return OpenFile(name, buffered, descriptor, alignment, size, reason, proven)
-    except BaseException:
+    except BaseException as error:
         os.close(buffered)
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            error.filename = name  # calls on a descriptor do not know it
         raise
 
 
@@ -171,13 +173,15 @@ def _open_direct(
     said = statx_alignment(buffered)
     if said == (0, 0):
         return -1, 1, "the file system says that it cannot (statx STATX_DIOALIGN is 0)", False
-    memory, alignment = said or (_ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT)
+    memory, offset = said or (_ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT)
+    # A short read is read on at the next aligned offset, into the same place of the buffer.
+    alignment = max(memory, offset)
     source = "by statx" if said else "assumed, the file system does not say"
     if memory > MEMORY_ALIGNMENT or alignment > staging_bytes or staging_bytes % alignment:
         return (
             -1,
             1,
-            f"it needs memory aligned to {memory} and offsets to {alignment} bytes, staging has "
+            f"it needs memory aligned to {memory} and offsets to {offset} bytes, staging has "
             f"buffers of {staging_bytes} bytes aligned to {MEMORY_ALIGNMENT}",
             False,
         )
