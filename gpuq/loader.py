@@ -196,7 +196,7 @@ class Loader:
         if config is not None and settings:
             raise ConfigError("give either a LoaderConfig or single settings, not both")
         self.config = config or LoaderConfig.from_environment(**settings)
-        device, self.target_reason = _choose_device(self.config.target)
+        device, self.target_reason = choose_device(self.config.target)
         self.target = device.name
         self._service = Service(self.config, device)
         self._service.start()
@@ -491,7 +491,7 @@ def _finish(
     _forget(service, sources, destinations)
 
 
-def _choose_device(target: str) -> tuple[Device, str]:
+def choose_device(target: str) -> tuple[Device, str]:
     """Return the device for a target and why it was taken.
 
     Raises

@@ -45,11 +45,11 @@ def show_pull(console: Console, path: str, format_name: str, pull: Pull) -> None
     """Print the arrays of one file as a table, then how they were pulled."""
     count = len(pull.arrays)
     title = f"{printable(path)}: {format_name}, {count} array{'s' * (count != 1)}"
-    _print(console, Text(title, style="bold", overflow="fold"))
-    _print(console, _array_table(pull.arrays))
-    _print(console, Text())
-    _print(console, _summary_table(pull))
-    _print(console, Text())
+    print_trimmed(console, Text(title, style="bold", overflow="fold"))
+    print_trimmed(console, _array_table(pull.arrays))
+    print_trimmed(console, Text())
+    print_trimmed(console, _summary_table(pull))
+    print_trimmed(console, Text())
 
 
 def tell_story(console: Console, pull: Pull) -> None:
@@ -79,10 +79,10 @@ def tell_story(console: Console, pull: Pull) -> None:
         "file. All are right.",
     )
     console.width = min(console.width, _STORY_COLUMNS)
-    _print(console, Text("What happened\n", style="bold"))
+    print_trimmed(console, Text("What happened\n", style="bold"))
     for paragraph in paragraphs:
-        _print(console, Padding(Text(paragraph), (0, 0, 1, 2)))
-    _print(console, Text("The file was removed. With one of your own:  gpuq pull FILE"))
+        print_trimmed(console, Padding(Text(paragraph), (0, 0, 1, 2)))
+    print_trimmed(console, Text("The file was removed. With one of your own:  gpuq pull FILE"))
 
 
 def describe_pull(path: str, format_name: str, pull: Pull) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def describe_failure(path: str, error: str) -> dict[str, Any]:
     return {"path": path, "ok": False, "error": error}
 
 
-def _print(console: Console, renderable: RenderableType) -> None:
+def print_trimmed(console: Console, renderable: RenderableType) -> None:
     """Print without the blanks that rich fills lines with."""
     with console.capture() as capture:
         console.print(renderable)

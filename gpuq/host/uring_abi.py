@@ -183,10 +183,11 @@ def _explain_refusal(number: int) -> str:
         elif is_filtered:
             why = f"a seccomp filter (kernel.io_uring_disabled is {setting or 'absent'})"
         else:
-            why = "neither the sysctl kernel.io_uring_disabled nor a seccomp filter; a security module"
+            why = f"a security module, maybe (no seccomp filter, kernel.io_uring_disabled is {setting})"
     elif number == errno.ENOSYS:
-        if setting is not None and is_filtered:
-            why = "a seccomp filter hides it; the kernel has it"
+        if setting is not None:
+            what = "a seccomp filter" if is_filtered else "something"
+            why = f"{what} hides it; the kernel has it"
         elif is_filtered:
             why = "the kernel has none, or a seccomp filter hides it"
         else:
