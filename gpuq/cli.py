@@ -181,6 +181,43 @@ def demo(
             report.tell_story(pulled)
 
 
+@app.command()
+def doctor(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH",
+            help="Files or block devices to examine; in a directory, by a temporary file.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+    ] = False,
+) -> None:
+    """Say what works here and what does not, why, and what to do about it.
+
+    All is really tried, in the end by kernels that pull bytes. What "stops" is needed; for what
+    says "no" or "degraded" there is something else, which is used.
+
+    The exit code is 0 if kernels can pull files here, with a GPU or without, and each PATH can
+    be read; else 1.
+    """
+    from gpuq.doctor import diagnose, obstacles
+    from gpuq.doctor_table import describe_findings, show_findings
+    from gpuq.report import open_console
+
+    with _reporting(as_json=False) as report:
+        with _told_when_compiling():
+            findings = diagnose(paths or [])
+        if as_json:
+            print(json.dumps(describe_findings(findings), indent=2))
+        else:
+            show_findings(open_console(), findings)
+        for obstacle in obstacles(findings):
+            report.fail(obstacle)
+
+
 class _Report:
     """What a command prints, and whether all went well."""
 

@@ -327,6 +327,7 @@ def _pull_batch(
     tally.seconds += seconds
     tally.requests += len(answers)
     tally.pulled += sum(part.end - part.start for part in parts)
+    tell("pull", tally.pulled)
     row = 0
     for part, array, table in zip(parts, arrays, tables, strict=True):
         mine = answers[row : row + len(table)]
