@@ -32,6 +32,7 @@ CQE_WORDS = 2
 
 _OFF_RINGS = 0
 _OFF_SQES = 0x10000000
+_RING_HEAD_BYTES = 64
 
 # The mode of a thread under a filter (proc_pid_status(5)).
 _SECCOMP_FILTER = "2"
@@ -171,6 +172,14 @@ def map_ring(entries: int) -> MappedRing:
         raise
 
 
+def ring_bytes(reads: int) -> int:
+    """Return the memory that the kernel pins for a ring of `reads` reads at once, in bytes."""
+    entries = 1 << max(reads - 1, 0).bit_length()
+    rings = _RING_HEAD_BYTES + entries * 4 + 2 * entries * CQE_BYTES
+    pages = -(-rings // mmap.PAGESIZE) + -(-entries * SQE_BYTES // mmap.PAGESIZE)
+    return pages * mmap.PAGESIZE
+
+
 def _explain_refusal(number: int) -> str:
     name = errno.errorcode.get(number, str(number))
     setting = _word_of("/proc/sys/kernel/io_uring_disabled")
@@ -183,7 +192,8 @@ def _explain_refusal(number: int) -> str:
         elif is_filtered:
             why = f"a seccomp filter (kernel.io_uring_disabled is {setting or 'absent'})"
         else:
-            why = f"a security module, maybe (no seccomp filter, kernel.io_uring_disabled is {setting})"
+            shown = setting or "absent"
+            why = f"no seccomp filter, and kernel.io_uring_disabled is {shown}: a security module?"
     elif number == errno.ENOSYS:
         if setting is not None:
             what = "a seccomp filter" if is_filtered else "something"
