@@ -473,11 +473,11 @@ def _forget(
     service: Service, sources: dict[int, Source], destinations: dict[int, Destination]
 ) -> None:
     """Close files and let arrays go once no poller can use them."""
-    if service.is_serving:
-        return
     if service.is_dirty:
         # A copy may still be under way to one of these arrays.
         keep_forever(list(destinations.values()))
+    if service.is_serving:
+        return
     while sources:
         sources.popitem()[1].close()
     while destinations:
