@@ -40,6 +40,8 @@ class LoaderConfig:
         Bytes of one staging buffer, the most that one read brings; a multiple of 4096.
     sources, destinations : int
         How many may be open at once.
+    counters : int
+        How many `Loader.counter` gives out.
     reader_threads : int
         Workers of the threads reader.
     post_timeout_ns : int
@@ -59,6 +61,7 @@ class LoaderConfig:
     staging_bytes: int = 512 << 10
     sources: int = 1024
     destinations: int = 4096
+    counters: int = 1024
     reader_threads: int = 16
     post_timeout_ns: int = 10_000_000_000
 
@@ -71,6 +74,7 @@ class LoaderConfig:
         self._between("staging_bytes", _PAGE, 1 << 30)
         self._between("sources", 1, 1 << 20)
         self._between("destinations", 1, 1 << 20)
+        self._between("counters", 1, 1 << 16)
         self._between("reader_threads", 1, 1024)
         self._between("post_timeout_ns", 0, 1 << 62)
         if self.slots & (self.slots - 1):

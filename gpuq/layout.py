@@ -19,6 +19,8 @@ sequence
     all-zero ones included, can be mistaken for "not there yet".
 turn
     Per slot: the ticket that may use the slot next.
+counter
+    Counts answers instead of handing each to a waiter.
 handle
     ``generation << 32 | index`` of an entry in a capability table.
 
@@ -45,7 +47,7 @@ START = 3  # first byte in the source
 END = 4  # one past the last byte
 OFFSET = 5  # first byte in the destination
 TAG = 6  # the caller's own 64 bits
-OPTIONS = 7  # must be 0
+OPTIONS = 7  # 0, or 1 + the number of the counter that counts the answer
 
 # A completion flag: one word on a line of its own, written by the poller (release).
 FLAG_WORDS = LINE_WORDS
@@ -53,6 +55,18 @@ FLAG_STATUS_MASK = 0xFF
 FLAG_ERRNO_SHIFT = 8
 FLAG_ERRNO_MASK = 0xFF
 FLAG_SEQUENCE_SHIFT = 16
+
+# A counter: a line of mapped words, written by the poller.
+COUNTER_WORDS = LINE_WORDS
+COUNTS = 0  # answers << COUNTS_SHIFT | failures among them (release)
+COUNTS_SHIFT = 24
+COUNTS_FAILED_MASK = (1 << COUNTS_SHIFT) - 1
+HISTORY = 1  # statuses of the newest failures, the f-th (from 0) at HISTORY + f % HISTORY_WORDS
+HISTORY_WORDS = COUNTER_WORDS - HISTORY
+
+# What stands in a slot's turn while a counted request holds the slot: nobody waits for its flag,
+# so the next producer of the slot looks at the flag itself.
+COUNTED = 1 << 62
 
 # The control words: written by the host only.
 CONTROL_WORDS = 2 * LINE_WORDS
@@ -64,6 +78,9 @@ TAIL_WORDS = LINE_WORDS
 
 MAX_CAPACITY = 1 << 20
 MAX_TICKET = (1 << 47) - 2
+
+NO_TICKET = -(1 << 8)
+"""What to wait for where nothing was posted and nothing went wrong: `wait` says OK at once."""
 
 HANDLE_INDEX_BITS = 32
 HANDLE_INDEX_MASK = (1 << HANDLE_INDEX_BITS) - 1
@@ -97,7 +114,7 @@ class Status(IntEnum):
     OUT_OF_BOUNDS = 8
     """The range leaves what the source allows, or the bytes do not fit the destination."""
     BAD_OPTIONS = 9
-    """The OPTIONS word says something that this version does not know."""
+    """The OPTIONS word says something that this version does not know: no counter, for one."""
 
     STALE = 10
     """The ticket was consumed already, or was never given out."""
@@ -140,6 +157,10 @@ class Queue(NamedTuple):
         Device memory; the next ticket.
     turns : array of uint64, ``capacity``
         Device memory; the ticket that may use each slot next.
+    counters : array of uint64, ``number of counters * COUNTER_WORDS``
+        Mapped host memory; the poller writes, waiters read.
+    taken : array of uint64, ``number of counters * LINE_WORDS``
+        Device memory; per counter, the counts that waiters have taken.
     capacity : int
         Slots, a power of two.
     post_timeout_ns : int
@@ -151,6 +172,8 @@ class Queue(NamedTuple):
     control: Any
     tail: Any
     turns: Any
+    counters: Any
+    taken: Any
     capacity: int
     post_timeout_ns: int
 
@@ -167,4 +190,6 @@ assert FLAG_STATUS_MASK.bit_length() == FLAG_ERRNO_SHIFT
 assert FLAG_ERRNO_SHIFT + FLAG_ERRNO_MASK.bit_length() == FLAG_SEQUENCE_SHIFT
 assert ((MAX_TICKET + 1) << FLAG_SEQUENCE_SHIFT) | 0xFFFF < 1 << 63
 assert (MAX_GENERATION << HANDLE_INDEX_BITS) | HANDLE_INDEX_MASK < 1 << 63
+assert max(Status) < -NO_TICKET
+assert COUNTED > MAX_TICKET + MAX_CAPACITY
 assert MAX_CAPACITY & (MAX_CAPACITY - 1) == 0

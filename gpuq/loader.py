@@ -160,6 +160,19 @@ class Destination:
         return f"<gpuq.Destination of {self.nbytes} bytes, handle {self.handle:#x}{state}>"
 
 
+@dataclass(frozen=True)
+class Counter:
+    """Counts the answers to `gpuq.post_counted`. Made by `Loader.counter`.
+
+    Attributes
+    ----------
+    handle : int
+        What kernels name it by.
+    """
+
+    handle: int
+
+
 class Loader:
     """A queue that kernels post to, and the poller that serves it.
 
@@ -203,6 +216,7 @@ class Loader:
         self.queue: Queue = self._service.queue
         self._sources: dict[int, Source] = {}
         self._destinations: dict[int, Destination] = {}
+        self._counters = 0
         # Runs at interpreter exit too, while the poller's daemon thread is still served.
         self._finalizer = weakref.finalize(
             self, _finish, self._service, self._sources, self._destinations
@@ -301,6 +315,25 @@ class Loader:
             target=self.target,
             target_reason=self.target_reason,
         )
+
+    # --- counters ---
+
+    def counter(self) -> Counter:
+        """Return a counter for `gpuq.post_counted`; it lives as long as the loader.
+
+        Raises
+        ------
+        ConfigError
+            All are given out (setting counters).
+        ClosedError, PollerDiedError, ForkedError
+            The loader cannot be used any more.
+        """
+        self._service.check()
+        with self._service.lock:
+            if self._counters == self.config.counters:
+                raise ConfigError(f"all {self._counters} counters are given out (setting counters)")
+            self._counters += 1
+            return Counter(self._counters - 1)
 
     # --- destinations ---
 

@@ -13,11 +13,13 @@ from gpuq.host import staging as leases
 from gpuq.host import tables
 from gpuq.layout import (
     CONTROL_WORDS,
+    COUNTER_WORDS,
     FLAG_ERRNO_MASK,
     FLAG_ERRNO_SHIFT,
     FLAG_SEQUENCE_SHIFT,
     FLAG_STATUS_MASK,
     FLAG_WORDS,
+    LINE_WORDS,
     STATE,
     SUBMISSION_WORDS,
     TAIL_WORDS,
@@ -31,6 +33,7 @@ ALIGNMENT = 512
 DIRECT_NUMBER = 1_000_000
 """A descriptor that nothing opens: the scripted reader only writes it down."""
 GUARD = 0xEE
+COUNTERS = 4
 
 
 def bare_queue(capacity: int, *, post_timeout_ns: int = 0, state: State = State.RUNNING) -> Queue:
@@ -43,6 +46,8 @@ def bare_queue(capacity: int, *, post_timeout_ns: int = 0, state: State = State.
         control=control,
         tail=np.zeros(TAIL_WORDS, dtype=np.uint64),
         turns=np.arange(capacity, dtype=np.uint64),
+        counters=np.zeros(COUNTERS * COUNTER_WORDS, dtype=np.uint64),
+        taken=np.zeros(COUNTERS * LINE_WORDS, dtype=np.uint64),
         capacity=capacity,
         post_timeout_ns=post_timeout_ns,
     )
@@ -105,6 +110,7 @@ class Stepper:
         self.poller = serving.make_poller(
             submissions=self.queue.submissions,
             flags=self.queue.flags,
+            counters=self.queue.counters,
             control=self.queue.control,
             sources=self.sources.words,
             destinations=self.destinations.words,

@@ -64,6 +64,10 @@ from gpuq.host.tables import (
     lookup,
 )
 from gpuq.layout import (
+    COUNTER_WORDS,
+    COUNTS,
+    COUNTS_FAILED_MASK,
+    COUNTS_SHIFT,
     DESTINATION,
     END,
     FLAG_ERRNO_MASK,
@@ -71,6 +75,8 @@ from gpuq.layout import (
     FLAG_SEQUENCE_SHIFT,
     FLAG_WORDS,
     HEARTBEAT,
+    HISTORY,
+    HISTORY_WORDS,
     OFFSET,
     OPTIONS,
     SEQUENCE,
@@ -90,6 +96,7 @@ from gpuq.ordering import (
     load_acquire,
     load_relaxed,
     relax,
+    store_relaxed,
     store_release,
 )
 
@@ -106,6 +113,7 @@ PIECES = 8  # pieces read or copied now
 STATUS = 9
 ERRNO = 10
 REQUEST_TAG = 11
+COUNTER = 13  # number of the counter that counts the answer, -1 for none
 QUEUED = 12  # 1 while it stands in the ring of requests with pieces left to issue
 REQUEST_WORDS = 16
 
@@ -168,7 +176,7 @@ class Poller(NamedTuple):
 
     Attributes
     ----------
-    submissions, flags, control : array of uint64
+    submissions, flags, counters, control : array of uint64
         The queue's mapped memory (kernels).
     sources, destinations : array of int64
         The capability tables (host).
@@ -190,6 +198,7 @@ class Poller(NamedTuple):
 
     submissions: Any
     flags: Any
+    counters: Any
     control: Any
     sources: Any
     destinations: Any
@@ -209,6 +218,7 @@ def make_poller(
     *,
     submissions: Any,
     flags: Any,
+    counters: Any,
     control: Any,
     sources: Any,
     destinations: Any,
@@ -221,6 +231,7 @@ def make_poller(
     return Poller(
         submissions=submissions,
         flags=flags,
+        counters=counters,
         control=control,
         sources=sources,
         destinations=destinations,
@@ -329,6 +340,7 @@ def admit_slot(p: Any, slot: Any) -> Any:
     request[ERRNO] = 0
     request[SOURCE_BASE] = -1
     request[DESTINATION_BASE] = -1
+    request[COUNTER] = -1
     request[REQUEST_TAG] = as_signed(load_relaxed(words, base + TAG))
     status = examine(p, request, base)
     request[STATUS] = status
@@ -349,6 +361,9 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     end_word = load_relaxed(words, base + END)
     offset_word = load_relaxed(words, base + OFFSET)
     options = load_relaxed(words, base + OPTIONS)
+    if options > as_word(len(p.counters) // COUNTER_WORDS):
+        return _BAD_OPTIONS
+    request[COUNTER] = as_signed(options) - 1
 
     source_base = lookup(p.sources, SOURCE_WORDS, len(p.sources) // SOURCE_WORDS, source)
     if source_base < 0:
@@ -358,8 +373,6 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     )
     if destination_base < 0:
         return _BAD_DESTINATION
-    if options != as_word(0):
-        return _BAD_OPTIONS
     if start_word > end_word:
         return _BAD_RANGE
     if end_word > _LARGEST or offset_word > _LARGEST:
@@ -654,6 +667,8 @@ def complete(p: Any, slot: Any) -> None:
     request[ACTIVE] = 0
     count_outstanding(p, -1)
     count(p, request[STATUS], 1)
+    if request[COUNTER] >= 0:
+        count_answer(p, request[COUNTER], request[STATUS])
     flag = (
         (request[TICKET] + 1) << FLAG_SEQUENCE_SHIFT
         | (request[ERRNO] & FLAG_ERRNO_MASK) << FLAG_ERRNO_SHIFT
@@ -661,6 +676,20 @@ def complete(p: Any, slot: Any) -> None:
     )
     # Pairs with the waiter's acquire in `flag_of`: every byte is in the destination.
     store_release(p.flags, slot * FLAG_WORDS, as_word(flag))
+
+
+@inlined
+def count_answer(p: Any, counter: Any, status: Any) -> None:
+    """Count an answer, and note the status of a failed one."""
+    base = counter * COUNTER_WORDS
+    counts = as_signed(load_relaxed(p.counters, base + COUNTS))
+    failed = counts & COUNTS_FAILED_MASK
+    answered = (counts >> COUNTS_SHIFT) + 1
+    if status != _OK:
+        store_relaxed(p.counters, base + HISTORY + failed % HISTORY_WORDS, as_word(status))
+        failed = (failed + 1) & COUNTS_FAILED_MASK
+    # Pairs with the waiter's acquire in `take_counts`: the bytes and the history are visible.
+    store_release(p.counters, base + COUNTS, as_word(answered << COUNTS_SHIFT | failed))
 
 
 # --- the loop ------------------------------------------------------------------------------

@@ -30,8 +30,10 @@ from gpuq.host.threads import WorkerThreads
 from gpuq.host.uring import make_uring_reader
 from gpuq.layout import (
     CONTROL_WORDS,
+    COUNTER_WORDS,
     FLAG_WORDS,
     HEARTBEAT,
+    LINE_WORDS,
     STATE,
     STATUS_COUNT,
     SUBMISSION_WORDS,
@@ -239,12 +241,15 @@ class Service:
         submissions, kernel_submissions = device.mapped_words(config.slots * SUBMISSION_WORDS)
         flags, kernel_flags = device.mapped_words(config.slots * FLAG_WORDS)
         self.control, kernel_control = device.mapped_words(CONTROL_WORDS)
+        counters, kernel_counters = device.mapped_words(config.counters * COUNTER_WORDS)
         self.queue = Queue(
             submissions=kernel_submissions,
             flags=kernel_flags,
             control=kernel_control,
             tail=device.own_words(TAIL_WORDS, 0, 0),
             turns=device.own_words(config.slots, 0, 1),
+            counters=kernel_counters,
+            taken=device.own_words(config.counters * LINE_WORDS, 0, 0),
             capacity=config.slots,
             post_timeout_ns=config.post_timeout_ns,
         )
@@ -265,6 +270,7 @@ class Service:
         self.poller = serving.make_poller(
             submissions=submissions,
             flags=flags,
+            counters=counters,
             control=self.control,
             sources=self.sources.words,
             destinations=self.destinations.words,

@@ -1,6 +1,14 @@
 """What runs inside a kernel."""
 
 from gpuq.compiling import SIMULATED
+from gpuq.kernels.cooperation import block_barrier, block_rank, block_size
+from gpuq.kernels.counters import (
+    poll_counter,
+    post_counted,
+    post_counted_at,
+    wait_counter,
+    wait_counter_for,
+)
 from gpuq.kernels.queue import (
     errno_of,
     poll,
@@ -13,19 +21,47 @@ from gpuq.kernels.queue import (
     wait,
     wait_for,
 )
+from gpuq.kernels.scopes import (
+    post_block,
+    post_block_at,
+    pull_block,
+    pull_block_at,
+    pull_warp,
+    pull_warp_at,
+    wait_block,
+    wait_counter_block,
+    wait_warp,
+)
 
 if not SIMULATED:
     import gpuq.kernels.lowering  # noqa: F401
 
 __all__ = [
+    "block_barrier",
+    "block_rank",
+    "block_size",
     "errno_of",
     "poll",
+    "poll_counter",
     "post",
     "post_at",
+    "post_block",
+    "post_block_at",
+    "post_counted",
+    "post_counted_at",
     "pull",
     "pull_at",
+    "pull_block",
+    "pull_block_at",
+    "pull_warp",
+    "pull_warp_at",
     "try_post",
     "try_post_at",
     "wait",
+    "wait_block",
+    "wait_counter",
+    "wait_counter_block",
+    "wait_counter_for",
     "wait_for",
+    "wait_warp",
 ]

@@ -1,4 +1,4 @@
-"""CUDA lowering of `gpuq.ordering`: inline PTX.
+"""CUDA lowering of `gpuq.ordering` by inline PTX, and of `gpuq.kernels.cooperation`.
 
 Every access is an `asm volatile` with a memory clobber, so that the compiler neither hoists a
 polling load out of its loop nor moves another access across it; `numba.cuda`'s own cache hints
@@ -12,13 +12,18 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import cuda, types
 from numba.cuda.extending import intrinsic, overload
 
 from gpuq import ordering
+from gpuq.kernels import cooperation
+from gpuq.kernels.cooperation import NO_FAILURE, STATUS_BITS
+from gpuq.layout import FLAG_STATUS_MASK
 
 _WORD = ir.IntType(64)
 _CLOBBER = "~{memory}"
+_SHARED = 3  # address space (NVVM IR specification)
+_BLOCK_WORD = "_gpuq_block_word"
 
 _SHORT_SPINS = 32
 _SHORT_SLEEP_NS = 20
@@ -183,3 +188,134 @@ def _(spins: Any) -> Any:
 @overload(ordering.clock_ns, strict=False)
 def _() -> Any:
     return lambda: _global_timer()
+
+
+# --- cooperation ---------------------------------------------------------------------------
+
+
+@overload(cooperation.block_rank, strict=False)
+def _() -> Any:
+    def rank() -> Any:
+        plane = np.int64(cuda.threadIdx.y) + cuda.blockDim.y * np.int64(cuda.threadIdx.z)
+        return np.int64(cuda.threadIdx.x) + cuda.blockDim.x * plane
+
+    return rank
+
+
+@overload(cooperation.block_size, strict=False)
+def _() -> Any:
+    return lambda: np.int64(cuda.blockDim.x) * cuda.blockDim.y * cuda.blockDim.z
+
+
+@overload(cooperation.block_barrier, strict=False)
+def _() -> Any:
+    return lambda: cuda.syncthreads()
+
+
+def _block_word(builder: Any) -> Any:
+    """Generic address of one word of shared memory, the same wherever in the module it is asked.
+
+    `cuda.shared.array` cannot be used here: its variable is exported, and when two device
+    functions of a kernel both call a third that has one, linking finds the symbol twice.
+    """
+    module = builder.module
+    word = module.globals.get(_BLOCK_WORD)
+    if word is None:
+        word = ir.GlobalVariable(module, _WORD, _BLOCK_WORD, addrspace=_SHARED)
+        word.linkage = "internal"
+        word.initializer = ir.Constant(_WORD, ir.Undefined)
+        word.align = 8
+    return builder.addrspacecast(word, _WORD.as_pointer(), "generic")
+
+
+@intrinsic
+def _set_block_word(typing_context: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _block_word(builder)
+        _assembly(
+            builder, ir.VoidType(), "st.volatile.b64 [$0], $1;", "l,l", [pointer, *arguments]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def _get_block_word(typing_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _assembly(builder, _WORD, "ld.volatile.b64 $0, [$1];", "=l,l", [_block_word(builder)])
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def _lower_block_word(typing_context: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _block_word(builder)
+        return _assembly(
+            builder, _WORD, "atom.min.s64 $0, [$1], $2;", "=l,l,l", [pointer, *arguments]
+        )
+
+    return types.int64(types.int64), codegen
+
+
+@overload(cooperation.block_broadcast, strict=False)
+def _(value: Any) -> Any:
+    def broadcast(value: Any) -> Any:
+        if cooperation.block_rank() == 0:
+            _set_block_word(value)
+        cuda.syncthreads()
+        value = _get_block_word()
+        # So that the next use of the word cannot overtake this one.
+        cuda.syncthreads()
+        return value
+
+    return broadcast
+
+
+@overload(cooperation.block_combine, strict=False)
+def _(status: Any) -> Any:
+    def combine(status: Any) -> Any:
+        rank = cooperation.block_rank()
+        if rank == 0:
+            _set_block_word(NO_FAILURE)
+        cuda.syncthreads()
+        if status != 0:
+            _lower_block_word(rank << STATUS_BITS | status)
+        cuda.syncthreads()
+        least = _get_block_word()
+        cuda.syncthreads()
+        return 0 if least == NO_FAILURE else least & FLAG_STATUS_MASK
+
+    return combine
+
+
+@overload(cooperation.warp_lanes, strict=False)
+def _() -> Any:
+    return lambda: cuda.activemask()
+
+
+@overload(cooperation.is_warp_leader, strict=False)
+def _(lanes: Any) -> Any:
+    return lambda lanes: cuda.laneid == cuda.ffs(lanes) - 1
+
+
+@overload(cooperation.warp_broadcast, strict=False)
+def _(lanes: Any, value: Any) -> Any:
+    def broadcast(lanes: Any, value: Any) -> Any:
+        cuda.syncwarp(lanes)
+        return cuda.shfl_sync(lanes, np.int64(value), cuda.ffs(lanes) - 1)
+
+    return broadcast
+
+
+@overload(cooperation.warp_combine, strict=False)
+def _(lanes: Any, status: Any) -> Any:
+    def combine(lanes: Any, status: Any) -> Any:
+        cuda.syncwarp(lanes)
+        failing = cuda.ballot_sync(lanes, status != 0)
+        if failing == 0:
+            return np.int64(0)
+        return cuda.shfl_sync(lanes, np.int64(status), cuda.ffs(failing) - 1)
+
+    return combine

@@ -14,6 +14,8 @@ The protocol
              the last thing that happens to the request.
     consume  the waiter that swaps turns[slot] from t to t + capacity owns the answer and frees
              the slot. Exactly one can: any other gets STALE.
+    counted  nobody waits for a counted request (`gpuq.kernels.counters`). Its producer leaves
+             COUNTED + t as the turn, and the next producer takes the answer's flag for the turn.
 
 Each word has one writer:
 
@@ -22,6 +24,7 @@ word                 writer                                 order
 ===================  =====================================  ==================================
 tail                 producers                              compare-and-swap, device
 turns[slot]          the waiter that consumes the slot      compare-and-swap / acquire, device
+                     or the producer that claimed it        release / acquire, device
 submission 1 to 7    the producer that holds the ticket     plain, ordered by SEQUENCE
 submission SEQUENCE  that producer                          release / acquire, system
 flag[slot]           the poller                             release / acquire, system
@@ -42,6 +45,7 @@ from typing import Any
 
 from gpuq.compiling import protocol
 from gpuq.layout import (
+    COUNTED,
     DESTINATION,
     END,
     FLAG_ERRNO_MASK,
@@ -49,6 +53,7 @@ from gpuq.layout import (
     FLAG_SEQUENCE_SHIFT,
     FLAG_STATUS_MASK,
     FLAG_WORDS,
+    NO_TICKET,
     OFFSET,
     OPTIONS,
     SEQUENCE,
@@ -70,6 +75,7 @@ from gpuq.ordering import (
     load_relaxed,
     relax,
     store_release,
+    store_release_device,
 )
 
 _OK = int(Status.OK)
@@ -89,16 +95,35 @@ _LONGEST_NS = 1 << 61
 
 
 @protocol
-def claim(q: Any) -> Any:
-    """Take the next ticket if its slot is free; return it, or ``-Status.NO_SLOT``."""
+def is_free(q: Any, turn: Any, ticket: Any) -> Any:
+    """Whether a slot whose turn word is `turn` may be used by `ticket`."""
+    if turn == ticket:
+        return True
+    before = ticket - q.capacity
+    if turn != COUNTED + before:
+        return False
+    # Nobody waits for a counted request: the slot is free once its answer is there.
+    return flag_of(q, before) >> FLAG_SEQUENCE_SHIFT == before + 1
+
+
+@protocol
+def claim(q: Any, mark: Any) -> Any:
+    """Take the next ticket if its slot is free; return it, or ``-Status.NO_SLOT``.
+
+    `mark` is what the turn word says besides the ticket: COUNTED or 0.
+    """
     ticket = as_signed(load_relaxed(q.tail, 0))
     for _ in range(_CLAIM_ATTEMPTS):
         slot = ticket & (q.capacity - 1)
         # Acquire pairs with the consumer's compare-and-swap: its loads of the slot's flag are
         # over before this producer's stores to the slot begin.
-        if as_signed(load_acquire_device(q.turns, slot)) == ticket:
+        turn = as_signed(load_acquire_device(q.turns, slot))
+        if is_free(q, turn, ticket):
             before = as_signed(compare_exchange(q.tail, 0, as_word(ticket), as_word(ticket + 1)))
             if before == ticket:
+                if turn != ticket + mark:
+                    # The slot is this producer's: no other claim can succeed on it now.
+                    store_release_device(q.turns, slot, as_word(ticket + mark))
                 return ticket
             ticket = before
         else:
@@ -110,8 +135,36 @@ def claim(q: Any) -> Any:
 
 
 @protocol
+def await_slot(q: Any, mark: Any) -> Any:
+    """Claim like `claim`, spinning for a free slot at most the queue's ``post_timeout_ns``."""
+    ticket = claim(q, mark)
+    spins = 0
+    deadline = 0
+    while ticket < 0:
+        if as_signed(load_acquire(q.control, STATE)) != _RUNNING:
+            return -_ABORTED
+        now = clock_ns()
+        if spins == 0:
+            deadline = now + q.post_timeout_ns
+        elif now >= deadline:
+            return -_NO_SLOT
+        relax(spins)
+        spins += 1
+        ticket = claim(q, mark)
+    return ticket
+
+
+@protocol
 def publish(
-    q: Any, ticket: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any, tag: Any
+    q: Any,
+    ticket: Any,
+    source: Any,
+    destination: Any,
+    offset: Any,
+    start: Any,
+    end: Any,
+    tag: Any,
+    options: Any,
 ) -> None:
     """Write the submission of a claimed ticket and make it visible to the poller."""
     words = q.submissions
@@ -122,7 +175,7 @@ def publish(
     words[base + END] = as_word(end)
     words[base + OFFSET] = as_word(offset)
     words[base + TAG] = as_word(tag)
-    words[base + OPTIONS] = as_word(0)
+    words[base + OPTIONS] = as_word(options)
     # Pairs with the poller's acquire of the same word in `admit`.
     store_release(words, base + SEQUENCE, as_word(ticket + 1))
 
@@ -138,9 +191,9 @@ def try_post_at(
     int
         The ticket, or ``-Status.NO_SLOT``.
     """
-    ticket = claim(q)
+    ticket = claim(q, 0)
     if ticket >= 0:
-        publish(q, ticket, source, destination, offset, start, end, tag)
+        publish(q, ticket, source, destination, offset, start, end, tag, 0)
     return ticket
 
 
@@ -182,21 +235,9 @@ def post_at(
         ``-Status.NO_SLOT`` when no slot came free within the queue's ``post_timeout_ns``,
         ``-Status.ABORTED`` when the queue is closing or was aborted while this waited.
     """
-    ticket = claim(q)
-    spins = 0
-    deadline = 0
-    while ticket < 0:
-        if as_signed(load_acquire(q.control, STATE)) != _RUNNING:
-            return -_ABORTED
-        now = clock_ns()
-        if spins == 0:
-            deadline = now + q.post_timeout_ns
-        elif now >= deadline:
-            return -_NO_SLOT
-        relax(spins)
-        spins += 1
-        ticket = claim(q)
-    publish(q, ticket, source, destination, offset, start, end, tag)
+    ticket = await_slot(q, 0)
+    if ticket >= 0:
+        publish(q, ticket, source, destination, offset, start, end, tag, 0)
     return ticket
 
 
@@ -241,6 +282,12 @@ def judge_silence(q: Any, ticket: Any) -> Any:
 
 
 @protocol
+def status_in(ticket: Any) -> Any:
+    """Return the status that a negative ticket carries."""
+    return _OK if ticket == NO_TICKET else -ticket
+
+
+@protocol
 def poll(q: Any, ticket: Any) -> Any:
     """Look once whether a request was answered; consume nothing.
 
@@ -253,7 +300,7 @@ def poll(q: Any, ticket: Any) -> Any:
     """
     ticket = as_signed(ticket)
     if ticket < 0:
-        return -ticket
+        return status_in(ticket)
     status = judge(flag_of(q, ticket), ticket)
     return judge_silence(q, ticket) if status == _PENDING else status
 
@@ -286,7 +333,7 @@ def consume(q: Any, ticket: Any, status: Any) -> Any:
 def settle(q: Any, ticket: Any, timeout_ns: Any) -> Any:
     """Spin until the ticket's answer is there or can no longer come, or the time is over."""
     if ticket < 0:
-        return -ticket
+        return status_in(ticket)
     spins = 0
     deadline = 0
     while True:
@@ -317,7 +364,8 @@ def wait(q: Any, ticket: Any) -> Any:
     ----------
     q : Queue
     ticket : int
-        From `post`. A negative one is handed back as the status that it carries.
+        From `post`. A negative one is handed back as the status that it carries; ``NO_TICKET``
+        is ``OK``.
 
     Returns
     -------
