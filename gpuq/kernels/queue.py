@@ -107,11 +107,14 @@ def is_free(q: Any, turn: Any, ticket: Any) -> Any:
 
 
 @protocol
-def claim(q: Any, mark: Any) -> Any:
-    """Take the next ticket if its slot is free; return it, or ``-Status.NO_SLOT``.
+def claim(q: Any) -> Any:
+    """Take the next ticket if its slot is free; return it, or ``-Status.NO_SLOT``."""
+    return claim_marked(q, 0)
 
-    `mark` is what the turn word says besides the ticket: COUNTED or 0.
-    """
+
+@protocol
+def claim_marked(q: Any, mark: Any) -> Any:
+    """Claim, and leave `mark` in the turn besides the ticket: COUNTED or 0."""
     ticket = as_signed(load_relaxed(q.tail, 0))
     for _ in range(_CLAIM_ATTEMPTS):
         slot = ticket & (q.capacity - 1)
@@ -136,8 +139,8 @@ def claim(q: Any, mark: Any) -> Any:
 
 @protocol
 def await_slot(q: Any, mark: Any) -> Any:
-    """Claim like `claim`, spinning for a free slot at most the queue's ``post_timeout_ns``."""
-    ticket = claim(q, mark)
+    """Claim like `claim_marked`, spinning for a free slot at most the queue's ``post_timeout_ns``."""
+    ticket = claim_marked(q, mark)
     spins = 0
     deadline = 0
     while ticket < 0:
@@ -150,7 +153,7 @@ def await_slot(q: Any, mark: Any) -> Any:
             return -_NO_SLOT
         relax(spins)
         spins += 1
-        ticket = claim(q, mark)
+        ticket = claim_marked(q, mark)
     return ticket
 
 
@@ -191,7 +194,7 @@ def try_post_at(
     int
         The ticket, or ``-Status.NO_SLOT``.
     """
-    ticket = claim(q, 0)
+    ticket = claim(q)
     if ticket >= 0:
         publish(q, ticket, source, destination, offset, start, end, tag, 0)
     return ticket
