@@ -204,7 +204,7 @@ def doctor(
     be read; else 1.
     """
     from gpuq.doctor import diagnose, obstacles
-    from gpuq.doctor_table import describe_findings, show_findings
+    from gpuq.doctor.table import describe_findings, show_findings
     from gpuq.report import open_console
 
     with _reporting(as_json=False) as report:

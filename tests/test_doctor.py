@@ -19,10 +19,15 @@ from typer.testing import CliRunner
 import gpuq
 from gpuq.cli import app
 from gpuq.config import LoaderConfig
-from gpuq.doctor import TRIAL_BYTES, Finding, diagnose, examine_gpu, examine_path, obstacles
+from gpuq.doctor import Finding, diagnose, obstacles
+from gpuq.doctor.finding import checked
+from gpuq.doctor.gpu import examine_gpu
+from gpuq.doctor.mounts import longest_prefix, mount_of, parse_mountinfo
+from gpuq.doctor.paths import examine_path
+from gpuq.doctor.trial import TRIAL_BYTES, fault_of, pull_first
 from gpuq.host.uring_abi import ring_bytes
 from gpuq.loader import choose_device
-from gpuq.mounts import longest_prefix, mount_of, parse_mountinfo
+from gpuq.pull_files import Pull, PulledArray
 
 COMMAND = """
 from gpuq.cli import main
@@ -171,6 +176,26 @@ def test_an_empty_file_proves_nothing(tmp_path: Path, loader: gpuq.Loader) -> No
     assert obstacles(findings) == []
 
 
+def test_a_path_whose_check_breaks_does_not_pass() -> None:
+    (finding,) = checked("file", lambda: examine_path("a\0b", LoaderConfig(), None), "a\0b")
+    assert (finding.ok, finding.reason) == ("stops", "the check failed: embedded null byte")
+
+
+def test_a_kernel_that_does_not_come_back_is_told_to(
+    tmp_path: Path, loader: gpuq.Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pull_nothing(loader: gpuq.Loader, entries: Any, **given: Any) -> Any:
+        entry = entries[0]
+        while loader.state != gpuq.State.ABORTED:
+            pass
+        array = PulledArray(entry, gpuq.Status.ABORTED, 0, None, 0)
+        return Pull((array,), (), entry.nbytes, 0.0, 0, 0, 0)
+
+    monkeypatch.setattr("gpuq.doctor.trial._SECONDS", 0.01)
+    monkeypatch.setattr("gpuq.doctor.trial.pull_arrays", pull_nothing)
+    assert fault_of(pull_first(loader, str(tmp_path), 1)) == "a kernel got ABORTED"
+
+
 # --- file systems ---
 
 
@@ -237,6 +262,17 @@ def test_overlay_answers_for_the_layer_that_holds_the_file(
         on_disk = examine_path(str(tmp_path), LoaderConfig(), loader)
     assert answers["lower.bin"] == "no"
     assert answers["upper.bin"] == find(on_disk, "direct read", str(tmp_path)).ok
+
+
+def test_a_block_device_is_on_no_file_system(tmp_path: Path, loader: gpuq.Loader) -> None:
+    image = tmp_path / "image"
+    image.write_bytes(os.urandom(1 << 20))
+    with system.loop_device(image, sector_bytes=4096) as device:
+        findings = examine_path(device, LoaderConfig(), loader)
+    assert find(findings, "file system", device).value == "none"
+    assert find(findings, "file", device).value == "1,048,576 bytes"
+    assert find(findings, "direct read", device).ok == "yes"
+    assert find(findings, "trial", device).ok == "yes"
 
 
 def test_tmpfs(tmp_path: Path, loader: gpuq.Loader) -> None:
@@ -396,8 +432,11 @@ def test_too_few_open_files_stop_and_say_so() -> None:
 
 # --- code cache ---
 
-CACHE = "import json, dataclasses; from gpuq.doctor import _code_cache\n"
-CACHE += "print(json.dumps(dataclasses.asdict(_code_cache())))"
+CACHE = """
+import dataclasses, json
+from gpuq.doctor.software import find_code_cache
+print(json.dumps(dataclasses.asdict(find_code_cache())))
+"""
 
 
 def test_a_read_only_home_and_package_leave_no_code_cache(tmp_path: Path) -> None:
