@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpuq.compiling import protocol
-from gpuq.kernels.queue import await_slot, publish
+from gpuq.kernels.queue import await_slot, publish_with
 from gpuq.layout import (
     COUNTED,
     COUNTER_WORDS,
@@ -101,7 +101,7 @@ def post_counted_at(
     ticket = await_slot(q, COUNTED)
     if ticket < 0:
         return -ticket
-    publish(q, ticket, source, destination, offset, start, end, tag, number + 1)
+    publish_with(q, ticket, source, destination, offset, start, end, tag, number + 1)
     return _OK
 
 

@@ -232,9 +232,7 @@ def _block_word(builder: Any) -> Any:
 def _set_block_word(typing_context: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _block_word(builder)
-        _assembly(
-            builder, ir.VoidType(), "st.volatile.b64 [$0], $1;", "l,l", [pointer, *arguments]
-        )
+        _assembly(builder, ir.VoidType(), "st.volatile.b64 [$0], $1;", "l,l", [pointer, *arguments])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -243,7 +241,8 @@ def _set_block_word(typing_context: Any, value: Any) -> Any:
 @intrinsic
 def _get_block_word(typing_context: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _assembly(builder, _WORD, "ld.volatile.b64 $0, [$1];", "=l,l", [_block_word(builder)])
+        pointer = _block_word(builder)
+        return _assembly(builder, _WORD, "ld.volatile.b64 $0, [$1];", "=l,l", [pointer])
 
     return types.int64(), codegen
 

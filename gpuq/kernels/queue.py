@@ -139,7 +139,7 @@ def claim_marked(q: Any, mark: Any) -> Any:
 
 @protocol
 def await_slot(q: Any, mark: Any) -> Any:
-    """Claim like `claim_marked`, spinning for a free slot at most the queue's ``post_timeout_ns``."""
+    """Claim like `claim_marked`, spinning for a slot at most the queue's ``post_timeout_ns``."""
     ticket = claim_marked(q, mark)
     spins = 0
     deadline = 0
@@ -159,6 +159,14 @@ def await_slot(q: Any, mark: Any) -> Any:
 
 @protocol
 def publish(
+    q: Any, ticket: Any, source: Any, destination: Any, offset: Any, start: Any, end: Any, tag: Any
+) -> None:
+    """Write the submission of a claimed ticket and make it visible to the poller."""
+    publish_with(q, ticket, source, destination, offset, start, end, tag, 0)
+
+
+@protocol
+def publish_with(
     q: Any,
     ticket: Any,
     source: Any,
@@ -169,7 +177,7 @@ def publish(
     tag: Any,
     options: Any,
 ) -> None:
-    """Write the submission of a claimed ticket and make it visible to the poller."""
+    """Publish, with an OPTIONS word."""
     words = q.submissions
     base = (ticket & (q.capacity - 1)) * SUBMISSION_WORDS
     words[base + SOURCE] = as_word(source)
@@ -196,7 +204,7 @@ def try_post_at(
     """
     ticket = claim(q)
     if ticket >= 0:
-        publish(q, ticket, source, destination, offset, start, end, tag, 0)
+        publish(q, ticket, source, destination, offset, start, end, tag)
     return ticket
 
 
@@ -240,7 +248,7 @@ def post_at(
     """
     ticket = await_slot(q, 0)
     if ticket >= 0:
-        publish(q, ticket, source, destination, offset, start, end, tag, 0)
+        publish(q, ticket, source, destination, offset, start, end, tag)
     return ticket
 
 
