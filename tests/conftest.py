@@ -6,6 +6,7 @@ import collections
 import functools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import gpuq
+from gpuq.host import service
+from gpuq.host.device import CpuDevice
+from gpuq.testing import copiers, readers
 
 settings.register_profile(
     "gpuq", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -24,6 +28,16 @@ settings.load_profile("gpuq")
 
 WAIT_SECONDS = 60.0
 """Bound of every wait for a condition; reaching it is a failure."""
+
+
+
+def until(condition: Callable[[], Any], what: str = "") -> None:
+    """Wait until a condition holds, for at most `WAIT_SECONDS`."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"it never came to pass: {what or condition}"
+        time.sleep(0.0005)
+
 
 _ran: collections.Counter[str] = collections.Counter()
 _refused: set[str] = set()
@@ -91,13 +105,48 @@ def make_loader(request: pytest.FixtureRequest) -> Iterator[Callable[..., gpuq.L
         loaders.append(loader)
         return loader
 
+    make.before_close = []  # type: ignore[attr-defined]
     yield make
+    for act in make.before_close:  # type: ignore[attr-defined]
+        act()
     for loader in loaders:
         loader.abort()
         try:
             loader.close()
         except gpuq.PollerDiedError as error:
             request.node.add_report_section("teardown", "loader", str(error))
+
+
+@pytest.fixture
+def make_scripted(
+    monkeypatch: pytest.MonkeyPatch, make_loader: Callable[..., gpuq.Loader]
+) -> Callable[..., tuple[gpuq.Loader, readers.ScriptedReader]]:
+    """Make a loader whose reads and copies go by a script; its gates are opened after the test."""
+
+    def make(
+        data: Any,
+        script: Any = ((readers.READ, -1),),
+        *,
+        copies: Any = (copiers.AT_ONCE,),
+        gate: int = 0,
+        **given: Any,
+    ) -> tuple[gpuq.Loader, readers.ScriptedReader]:
+        reader = readers.make_scripted_reader(data, script)
+        reader.words[readers.GATE] = gate
+        choice = service.ReaderChoice("scripted", "a test", reader)
+        monkeypatch.setattr(service, "choose_reader", lambda config: choice)
+        monkeypatch.setattr(
+            CpuDevice, "copier", lambda self, leases: copiers.make_scripted_copier(leases, copies)
+        )
+        loader = make_loader(**given)
+        made.append(reader)
+        return loader, reader
+
+    made: list[readers.ScriptedReader] = []
+    make_loader.before_close.append(  # type: ignore[attr-defined]
+        lambda: [reader.words.__setitem__(readers.GATE, 0) for reader in made]
+    )
+    return make
 
 
 @pytest.fixture

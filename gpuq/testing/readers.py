@@ -30,7 +30,7 @@ BY_LIST = 2  # as `order` says, by number of submission
 GATE = 0  # 1: nothing is answered
 ORDER = 1
 LISTED = 2  # entries of `order` that may be answered
-FLUSH_ERRNO = 3  # what `flush_reads` returns, 0 for none
+FLUSH_ERRNO = 3  # what `flush_reads` returns where it has reads to hand over, 0 for none
 SUBMITTED = 8
 FLUSHED = 9  # of these, handed over; others are never answered
 WAITING = 10  # entries of `waiting`
@@ -111,6 +111,8 @@ def _submit(reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any,
 
 @implements(flush_reads, ScriptedReader)
 def _flush(reader: Any) -> Any:
+    if reader.words[FLUSHED] == reader.words[SUBMITTED]:
+        return 0
     failure = load_acquire(reader.words, FLUSH_ERRNO)
     if failure == 0:
         store_release(reader.words, FLUSHED, reader.words[SUBMITTED])
