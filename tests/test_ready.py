@@ -183,9 +183,8 @@ import gpuq
 from gpuq.kernels import ready
 
 words = types.Array(types.uint64, 1, "C")
-queue = types.NamedTuple(
-    [words, words, words, words, words, types.int64, types.int64], gpuq.Queue
-)
+fields = {"capacity": types.int64, "post_timeout_ns": types.int64}
+queue = types.NamedTuple([fields.get(name, words) for name in gpuq.Queue._fields], gpuq.Queue)
 table, tickets = types.Array(types.int64, 2, "C"), types.Array(types.int64, 1, "C")
 ptx, _ = compile_ptx(
     ready.pull_slices_kernel.py_func,
