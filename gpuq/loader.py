@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -34,7 +35,13 @@ from gpuq.host.tables import (
     MUST_BE_DIRECT,
     NBYTES,
 )
-from gpuq.layout import Queue, State
+from gpuq.kernels.binding import bind
+from gpuq.kernels.queue import pull
+from gpuq.kernels.stream import MOST_TILE_BYTES, STREAM_WORDS, Stream
+from gpuq.launching import Launch, launch_on_cpu, launch_on_cuda
+from gpuq.layout import NO_TICKET, Queue, State
+
+_ABORTED_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -83,14 +90,25 @@ class Source:
         Bytes of the file when it was opened.
     start, end : int
         The range that kernels may ask for, in bytes; `end` is one past the last.
+    name : str or None
+        For `Loader.bind`.
     """
 
-    def __init__(self, service: Service, file: OpenFile, handle: int, start: int, end: int) -> None:
+    def __init__(
+        self,
+        service: Service,
+        file: OpenFile,
+        handle: int,
+        start: int,
+        end: int,
+        name: str | None,
+    ) -> None:
         self.handle = handle
         self.path = file.path
         self.size = file.size
         self.start = start
         self.end = end
+        self.name = name
         self._service = service
         self._file: OpenFile | None = file
 
@@ -131,12 +149,23 @@ class Destination:
     nbytes : int
     array : array
         Kept alive until `unregister`.
+    name : str or None
+        For `Loader.bind`.
     """
 
-    def __init__(self, service: Service, array: Any, owner: Any, handle: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        service: Service,
+        array: Any,
+        owner: Any,
+        handle: int,
+        nbytes: int,
+        name: str | None,
+    ) -> None:
         self.handle = handle
         self.nbytes = nbytes
         self.array = array
+        self.name = name
         self._owner = owner
         self._service = service
 
@@ -158,6 +187,27 @@ class Destination:
     def __repr__(self) -> str:
         state = "" if self.is_registered else ", unregistered"
         return f"<gpuq.Destination of {self.nbytes} bytes, handle {self.handle:#x}{state}>"
+
+
+@dataclass(frozen=True)
+class TileStream:
+    """Tiles of a source for the blocks of a kernel. Made by `Loader.stream`.
+
+    Attributes
+    ----------
+    handle : Stream
+        What kernels are handed: for `gpuq.stream_open` and `gpuq.stream_next`, and with the
+        tiles in it, ``handle.tiles[worker, tile, :nbytes]``.
+    destination : Destination
+        The tiles.
+    """
+
+    handle: Stream
+    destination: Destination
+
+    def close(self) -> None:
+        """Let the tiles go; no kernel walks any more."""
+        self.destination.unregister()
 
 
 @dataclass(frozen=True)
@@ -217,6 +267,7 @@ class Loader:
         self._sources: dict[int, Source] = {}
         self._destinations: dict[int, Destination] = {}
         self._counters = 0
+        self._launches: list[Launch] = []
         # Runs at interpreter exit too, while the poller's daemon thread is still served.
         self._finalizer = weakref.finalize(
             self, _finish, self._service, self._sources, self._destinations
@@ -231,6 +282,7 @@ class Loader:
         direct: str | None = None,
         start: int = 0,
         end: int | None = None,
+        name: str | None = None,
     ) -> Source:
         """Open a file for kernels to read.
 
@@ -244,6 +296,8 @@ class Loader:
             Range that kernels may ask for, in bytes; beyond it they get
             ``Status.OUT_OF_BOUNDS``. By default the whole file, whose end is wherever it is when
             a read comes there (``Status.END_OF_FILE``).
+        name : str, optional
+            For `bind`.
 
         Raises
         ------
@@ -287,7 +341,7 @@ class Loader:
                     IS_PROVEN: int(file.proven),
                 },
             )
-            source = Source(self._service, file, handle, start, limit)
+            source = Source(self._service, file, handle, start, limit, name)
             self._prune()
             self._sources[handle] = source
         return source
@@ -337,7 +391,7 @@ class Loader:
 
     # --- destinations ---
 
-    def register(self, array: Any) -> Destination:
+    def register(self, array: Any, *, name: str | None = None) -> Destination:
         """Let kernels have bytes put into an array.
 
         Parameters
@@ -345,6 +399,8 @@ class Loader:
         array : array
             Writable and C-contiguous. It is kept alive until it is unregistered or the loader
             is closed.
+        name : str, optional
+            For `bind`.
 
         Raises
         ------
@@ -367,7 +423,9 @@ class Loader:
                 index,
                 {ADDRESS: region.address, NBYTES: region.nbytes, KIND: region.kind},
             )
-            destination = Destination(self._service, array, region.owner, handle, region.nbytes)
+            destination = Destination(
+                self._service, array, region.owner, handle, region.nbytes, name
+            )
             self._prune()
             self._destinations[handle] = destination
         return destination
@@ -380,6 +438,27 @@ class Loader:
     def unregister(self, destination: Destination) -> None:
         """Same as ``destination.unregister()``."""
         destination.unregister()
+
+    def _find(
+        self,
+        known: dict[int, Any],
+        wanted: Any,
+        error: type[Exception],
+        what: str,
+    ) -> Any:
+        """Return the entry that `wanted` means: itself, the one of this name, or the first."""
+        self._prune()
+        if wanted is None:
+            if not known:
+                raise error(f"no {what} is open in this loader")
+            return next(iter(known.values()))
+        if isinstance(wanted, str):
+            for entry in known.values():
+                if entry.name == wanted:
+                    return entry
+            names = ", ".join(sorted(repr(e.name) for e in known.values() if e.name)) or "none"
+            raise error(f"no {what} is named {wanted!r}; named are: {names}")
+        return wanted
 
     def _prune(self) -> None:
         """Forget entries that were closed."""
@@ -407,12 +486,128 @@ class Loader:
         self._service.check()
         return self._service.device.prepare(kernel, arguments)
 
+    def launch(
+        self,
+        body: Callable[..., Any],
+        size: int,
+        *arguments: Any,
+        threads_per_block: int = 1,
+        threads: int | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Run a kernel body on this loader's target; `synchronize` waits for it.
+
+        Parameters
+        ----------
+        body : function
+            Called as ``body(index, size, *arguments)`` for every index below `size`, compiled
+            for the target. On CUDA the index is the block's, and all its threads call it; on the
+            CPU a block is one thread. A body must not wait for another: blocks may run one
+            after another. What it returns is dropped.
+        size : int
+            Blocks.
+        *arguments
+            What a kernel of the target takes: the queue, handles, arrays of the target.
+        threads_per_block : int
+            On CUDA and in the simulator.
+        threads : int, optional
+            OS threads on the CPU target; by default one for each processor.
+        stream : numba or CuPy stream, optional
+            On CUDA.
+
+        Raises
+        ------
+        ClosedError, PollerDiedError, ForkedError
+            The loader cannot be used any more. Nothing was launched.
+        """
+        self._service.check()
+        if self.target == "cpu":
+            self._launches.append(launch_on_cpu(body, size, arguments, threads))
+        else:
+            launch_on_cuda(body, size, arguments, threads_per_block, stream)
+
+    def bind(
+        self,
+        function: Callable[..., Any] = pull,
+        *,
+        source: Source | int | str | None = None,
+        destination: Destination | int | str | None = None,
+        tag: int = 0,
+    ) -> Callable[..., Any]:
+        """Fix the source, destination and tag of a queue function, see `gpuq.bind`.
+
+        Parameters
+        ----------
+        function : function, optional
+            `gpuq.pull` by default.
+        source, destination : optional
+            The object, its handle, or the name it was given. By default the first one open.
+        tag : int
+
+        Raises
+        ------
+        SourceError, DestinationError
+            None is open, or none has this name.
+        """
+        return bind(
+            function,
+            source=self._find(self._sources, source, SourceError, "source"),
+            destination=self._find(
+                self._destinations, destination, DestinationError, "destination"
+            ),
+            tag=tag,
+        )
+
+    def stream(
+        self,
+        source: Source,
+        tile_bytes: int,
+        *,
+        tiles_in_flight: int = 2,
+        workers: int = 1,
+    ) -> TileStream:
+        """Make a stream of tiles for the blocks of a kernel, see `gpuq.stream_open`.
+
+        Parameters
+        ----------
+        source : Source
+        tile_bytes : int
+            Bytes of a tile, of which the last of a range may have fewer.
+        tiles_in_flight : int
+            Tiles of a worker that are on their way while one is worked on.
+        workers : int
+            Blocks that walk at once, each with tiles of its own.
+
+        Raises
+        ------
+        ConfigError
+            A number is out of its range, or the tiles in flight exceed the queue's slots.
+        """
+        self._service.check()
+        if not 0 < tile_bytes <= MOST_TILE_BYTES:
+            raise ConfigError(f"tile_bytes must be between 1 and {MOST_TILE_BYTES}")
+        if tiles_in_flight < 1 or workers < 1:
+            raise ConfigError("tiles_in_flight and workers must be at least 1")
+        ring = tiles_in_flight + 1
+        if ring * workers > self.config.slots:
+            raise ConfigError(
+                f"{workers} workers with {tiles_in_flight} tiles in flight and one at work need "
+                f"{ring * workers} slots; there are {self.config.slots} (setting slots)"
+            )
+        device = self._service.device
+        tiles = device.filled((workers, ring, tile_bytes), "uint8", 0)
+        destination = self.register(tiles)
+        tickets = device.filled((workers, ring), "int64", NO_TICKET)
+        words = device.filled((workers, STREAM_WORDS), "int64", 0)
+        handle = Stream(source.handle, destination.handle, tiles, tickets, words, tile_bytes)
+        return TileStream(handle, destination)
+
     def synchronize(self, stream: Any = None) -> None:
-        """Wait until the kernels of a CUDA stream have returned; interruptible.
+        """Wait until launched kernels have returned; interruptible.
 
         On Ctrl-C the queue is aborted, so that kernels that wait return, and KeyboardInterrupt
-        is raised when they have, or after ten seconds. On other targets a kernel's call returns
-        when the kernel does, and this has nothing to wait for.
+        is raised when they have, or after ten seconds. A kernel that was called directly on the
+        CPU or in the simulator has returned with its call.
 
         Parameters
         ----------
@@ -426,9 +621,18 @@ class Loader:
         """
         try:
             self._service.device.synchronize(stream)
-        except BaseException:
+            while self._launches:
+                self._launches[0].wait()
+                self._launches.pop(0)
+        except KeyboardInterrupt:
             self.abort()
             self._service.device.settle(stream)
+            for launch in self._launches:
+                launch.wait(_ABORTED_SECONDS)
+            self._launches.clear()
+            raise
+        except BaseException:
+            self._launches.pop(0)
             raise
         self._service.raise_death()
 

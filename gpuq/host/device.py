@@ -65,6 +65,9 @@ class Device(Protocol):
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an uninitialized array that kernels read and that can be a destination."""
 
+    def filled(self, shape: Any, dtype: Any, value: int) -> Any:
+        """Return an array of kernels' own, filled with a value; plain data in every launch."""
+
     def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
         """Compile and load a kernel for these arguments, so that its first launch loads nothing."""
 
@@ -138,6 +141,10 @@ class CpuDevice:
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return a NumPy array."""
         return np.empty(shape, dtype)
+
+    def filled(self, shape: Any, dtype: Any, value: int) -> Any:
+        """Return a NumPy array; as a part of a tuple the simulator shares it too."""
+        return np.full(shape, value, dtype)
 
     def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
         """Compile a Numba function for these arguments; leave a plain one as it is."""

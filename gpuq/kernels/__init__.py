@@ -1,6 +1,7 @@
 """What runs inside a kernel."""
 
 from gpuq.compiling import SIMULATED
+from gpuq.kernels.binding import bind
 from gpuq.kernels.cooperation import block_barrier, block_rank, block_size
 from gpuq.kernels.counters import (
     poll_counter,
@@ -32,11 +33,13 @@ from gpuq.kernels.scopes import (
     wait_counter_block,
     wait_warp,
 )
+from gpuq.kernels.stream import stream_close, stream_next, stream_open
 
 if not SIMULATED:
     import gpuq.kernels.lowering  # noqa: F401
 
 __all__ = [
+    "bind",
     "block_barrier",
     "block_rank",
     "block_size",
@@ -55,6 +58,9 @@ __all__ = [
     "pull_block_at",
     "pull_warp",
     "pull_warp_at",
+    "stream_close",
+    "stream_next",
+    "stream_open",
     "try_post",
     "try_post_at",
     "wait",
