@@ -20,6 +20,7 @@ from gpuq.errors import TargetUnavailableError
 SUCCESS = 0
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+NOT_INITIALIZED = 3
 NO_DEVICE = 100
 NOT_READY = 600
 
@@ -109,6 +110,28 @@ def driver_table(library: Any) -> DriverTable:
     return DriverTable(*(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions))
 
 
+def start_driver(library: Any) -> int:
+    """Initialize the driver and return how many devices it sees; not in a forked child.
+
+    Raises
+    ------
+    TargetUnavailableError
+        The driver does not start, or sees no device.
+    """
+    result = library.cuInit(0)
+    if result == NOT_INITIALIZED:
+        raise TargetUnavailableError(
+            "CUDA was in use when this process was forked, and does not survive that; start "
+            'processes with multiprocessing\'s "spawn" instead'
+        )
+    demand(library, result, "cuInit")
+    count = ctypes.c_int(0)
+    demand(library, library.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
+    if count.value == 0:
+        raise TargetUnavailableError("the CUDA driver sees no device")
+    return count.value
+
+
 def gpu_facts(library: Any, ordinal: int = 0) -> GpuFacts:
     """Initialize the driver and ask it about a device.
 
@@ -117,22 +140,20 @@ def gpu_facts(library: Any, ordinal: int = 0) -> GpuFacts:
     TargetUnavailableError
         The driver does not start, or has no such device.
     """
-    _demand(library, library.cuInit(0), "cuInit")
-    count = ctypes.c_int(0)
-    _demand(library, library.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
-    if ordinal >= count.value:
-        raise TargetUnavailableError(f"the CUDA driver sees {count.value} devices")
+    count = start_driver(library)
+    if ordinal >= count:
+        raise TargetUnavailableError(f"the CUDA driver sees {count} devices and not {ordinal}")
     device = ctypes.c_int(0)
-    _demand(library, library.cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet")
+    demand(library, library.cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet")
     name = ctypes.create_string_buffer(256)
-    _demand(library, library.cuDeviceGetName(name, len(name), device), "cuDeviceGetName")
+    demand(library, library.cuDeviceGetName(name, len(name), device), "cuDeviceGetName")
     version = ctypes.c_int(0)
-    _demand(library, library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    demand(library, library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
 
     def attribute(number: int) -> int:
         value = ctypes.c_int(0)
         result = library.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-        _demand(library, result, "cuDeviceGetAttribute")
+        demand(library, result, "cuDeviceGetAttribute")
         return value.value
 
     return GpuFacts(
@@ -166,7 +187,8 @@ def usable_gpu(library: Any, ordinal: int = 0) -> GpuFacts:
     return facts
 
 
-def _demand(library: Any, result: int, what: str) -> None:
+def demand(library: Any, result: int, what: str) -> None:
+    """Raise `TargetUnavailableError` unless a driver's call succeeded."""
     if result != SUCCESS:
         text = ctypes.c_char_p()
         explain = getattr(library, "cuGetErrorName", None)
