@@ -632,7 +632,7 @@ class Loader:
             self._launches.clear()
             raise
         except BaseException:
-            self._launches.pop(0)
+            del self._launches[:1]
             raise
         self._service.raise_death()
 
