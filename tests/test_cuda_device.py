@@ -124,7 +124,7 @@ def test_nothing_that_may_wait_for_a_kernel_is_called_while_one_may_poll(cuda, l
 
 
 def test_kernels_are_handed_arrays_that_name_no_stream(cuda, loader):
-    """Numba waits for the stream of an argument's interface before it launches."""
+    """A view of an array that names a stream is ordered behind that stream, or waits for it."""
     for field in loader.queue:
         if hasattr(field, "__cuda_array_interface__"):
             assert field.__cuda_array_interface__["stream"] is None
@@ -156,6 +156,17 @@ def test_the_current_device_is_left_as_it_was(cuda, loader):
     loader.register(array)
     loader.synchronize()
     assert cuda.runtime.device == 3
+
+
+def test_a_stream_of_tiles_has_its_memory_on_the_gpu(cuda, loader, path):
+    stream = loader.stream(loader.open(path), 1000, tiles_in_flight=2)
+    handle = stream.handle
+    for array, shape in ((handle.tiles, (1, 3, 1000)), (handle.tickets, (1, 3))):
+        assert array.shape == shape
+        address = array.device_ctypes_pointer.value
+        kinds = [kind for begin, end, kind, _ in cuda.library.regions if begin <= address < end]
+        assert kinds == [DEVICE_TYPE]
+        assert array.__cuda_array_interface__["stream"] is None
 
 
 # --- destinations -------------------------------------------------------------------------------

@@ -149,16 +149,17 @@ class CudaDevice:
         host = np.asarray(memory).view(np.uint64)
         host[:] = 0
         # With unified addressing the device uses the host's address (`usable_gpu` demands it).
-        return host, self._kernel_view(memory.address, count, memory)
+        return host, self._kernel_view(memory.address, host, memory)
 
     def own_words(self, count: int, start: int, step: int) -> Any:
         """Return words in device memory holding ``start + i * step``."""
-        values = np.arange(count, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
-        with self._here(), self._stream:
-            words = self._cupy.asarray(values)
-        self._stream.synchronize()
+        words = self._own(np.arange(count, dtype=np.uint64) * np.uint64(step) + np.uint64(start))
         self._kept.append(words)
-        return self._kernel_view(int(words.data.ptr), count, words)
+        return words
+
+    def filled(self, shape: Any, dtype: Any, value: int) -> Any:
+        """Return an array in device memory, filled with a value, that no launch waits for."""
+        return self._own(np.full(shape, value, dtype))
 
     def staging(self, nbytes: int) -> Region:
         """Return pinned memory aligned to 4096 bytes; pageable memory would make copies wait."""
@@ -344,12 +345,20 @@ class CudaDevice:
         self._kept.append(memory)
         return memory
 
-    def _kernel_view(self, address: int, count: int, owner: Any) -> Any:
-        """Return words for kernels; they name no stream, so that no launch waits for one."""
+    def _own(self, values: NDArray[Any]) -> Any:
+        """Return a copy of `values` in device memory, as kernels take it."""
+        # Not on the default stream, on which kernels may run.
+        with self._here(), self._stream:
+            copy = self._cupy.asarray(values)
+        self._stream.synchronize()
+        return self._kernel_view(int(copy.data.ptr), values, copy)
+
+    def _kernel_view(self, address: int, like: NDArray[Any], owner: Any) -> Any:
+        """Return memory as kernels take it, naming no stream, so that no launch waits for one."""
         interface = {
-            "shape": (count,),
+            "shape": like.shape,
             "strides": None,
-            "typestr": np.dtype(np.uint64).str,
+            "typestr": like.dtype.str,
             "data": (address, False),
             "version": 3,
             "stream": None,
