@@ -441,6 +441,10 @@ def issue(p: Any) -> Any:
                 break
             issue_piece(p, slot, lease)
             issued += 1
+            if issued & (issued - 1) == 0:
+                # The 1st, 2nd, 4th, 8th, ...: the storage starts on the first while the rest are
+                # prepared. One hand-over of all would leave it idle meanwhile.
+                hand_over(p)
         cursor[QUEUE_HEAD] = (cursor[QUEUE_HEAD] + 1) & (p.capacity - 1)
         cursor[QUEUE_COUNT] -= 1
         request[QUEUED] = 0
@@ -450,6 +454,15 @@ def issue(p: Any) -> Any:
             # Failed meanwhile with no piece left in flight; else its last piece completes it.
             complete_if_over(p, slot)
     return issued
+
+
+@inlined
+def hand_over(p: Any) -> None:
+    """Hand the submitted reads to the reader; one that refuses ends the queue."""
+    failure = flush_reads(p.reader)
+    if failure != 0:
+        p.cursor[FAILURE] = failure
+        raise_state(p.control, _ABORTED)
 
 
 @inlined
@@ -708,10 +721,7 @@ def poll_once(p: Any) -> Any:
             done += seal(p)
         done += issue(p)
         store_release(p.statistics, STATISTICS_HIGH_WATER, p.staging.counts[HIGH_WATER])
-    failure = flush_reads(p.reader)
-    if failure != 0:
-        p.cursor[FAILURE] = failure
-        raise_state(p.control, _ABORTED)
+    hand_over(p)
     return done
 
 
