@@ -49,43 +49,57 @@ def compiled_kernel(body: Callable[..., Any]) -> Any:
 
 
 def pull_slices_body(q, source, destination, slices, tickets, statuses):
-    """Pull each row ``(start, end, offset)`` of `slices`, ``len(tickets)`` of them in flight.
+    """Pull each row ``(start, end, offset)`` of `slices`, up to ``len(tickets)`` in flight.
 
     They are waited for newest first within each batch, so answers are not consumed in order.
+    While it holds a ticket it must not block for a slot; see `gpuq.kernels.queue`.
     """
     depth = len(tickets)
     done = 0
     while done < len(slices):
-        batch = min(depth, len(slices) - done)
-        for i in range(batch):
-            row = slices[done + i]
-            tickets[i] = gpuq.post_at(q, source, destination, row[2], row[0], row[1], done + i)
+        batch = 0
+        while batch < depth and done + batch < len(slices):
+            n = done + batch
+            start, end, offset = slices[n, 0], slices[n, 1], slices[n, 2]
+            if batch == 0:
+                ticket = gpuq.post_at(q, source, destination, offset, start, end, n)
+            else:
+                ticket = gpuq.try_post_at(q, source, destination, offset, start, end, n)
+                if ticket < 0:
+                    break
+            tickets[batch] = ticket
+            batch += 1
         for i in range(batch - 1, -1, -1):
             statuses[done + i] = gpuq.wait(q, tickets[i])
         done += batch
 
 
 def pull_until_refused_body(q, source, destination, nbytes, tickets, words):
-    """Keep ``len(tickets)`` pulls of the first `nbytes` in flight until one is not OK.
+    """Keep up to ``len(tickets)`` pulls of the first `nbytes` in flight until one is not OK.
 
-    ``words[0]`` counts those that were OK, so that another thread can wait for progress;
-    ``words[1]`` is the status that ended it.
+    ``words[0]`` counts those that were OK, so that another thread can wait for progress. Returns
+    the status that ended it.
     """
     depth = len(tickets)
-    for i in range(depth):
-        tickets[i] = gpuq.post(q, source, destination, 0, nbytes, i)
-    turn = 0
-    while True:
-        status = gpuq.wait(q, tickets[turn])
-        if status != OK:
-            store_release(words, 1, as_word(status))
-            break
+    first = 0
+    held = 0
+    status = OK
+    while status == OK:
+        if held == 0:
+            tickets[first] = gpuq.post(q, source, destination, 0, nbytes, 0)
+            held = 1
+        while held < depth:
+            ticket = gpuq.try_post(q, source, destination, 0, nbytes, 0)
+            if ticket < 0:
+                break
+            tickets[(first + held) % depth] = ticket
+            held += 1
+        status = gpuq.wait(q, tickets[first])
+        first = (first + 1) % depth
+        held -= 1
         store_release(words, 0, words[0] + as_word(1))
-        tickets[turn] = gpuq.post(q, source, destination, 0, nbytes, turn)
-        turn = (turn + 1) % depth
-    for i in range(depth):
-        if i != turn:
-            gpuq.wait(q, tickets[i])
+    for i in range(held):
+        gpuq.wait(q, tickets[(first + i) % depth])
     return status
 
 

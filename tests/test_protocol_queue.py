@@ -154,6 +154,22 @@ def test_a_slot_that_is_free_out_of_turn_does_not_help(k: Any) -> None:
     assert [k.try_post(q, 1, 2, 3, 4, 0) for _ in range(2)] == [2, 3]
 
 
+@both
+def test_one_held_ticket_stops_all_posts_when_the_others_have_gone_round(k: Any) -> None:
+    """Why a thread that holds a ticket must not block in `post`, though most slots are free."""
+    q = bare_queue(4)
+    held = k.post(q, 1, 2, 3, 4, 0)
+    answer(q, held, Status.OK)
+    for _ in range(3):
+        other = k.post(q, 1, 2, 3, 4, 0)
+        answer(q, other, Status.OK)
+        assert k.wait(q, other) == Status.OK
+    assert k.try_post(q, 1, 2, 3, 4, 0) == -Status.NO_SLOT
+    assert k.post(q, 1, 2, 3, 4, 0) == -Status.NO_SLOT
+    assert k.wait(q, held) == Status.OK
+    assert k.post(q, 1, 2, 3, 4, 0) == 4
+
+
 @pytest.mark.parametrize("state", [s for s in State if s != State.RUNNING])
 @both
 def test_post_to_a_full_queue_that_ended_is_aborted_at_once(k: Any, state: State) -> None:

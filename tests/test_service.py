@@ -150,7 +150,7 @@ def test_a_loader_ends_while_kernels_go_on_posting(
 ) -> None:
     loader = make_loader(reader=reader, slots=32)
     _, source, destination = handles(loader, payload_path)
-    words = [np.zeros(2, dtype=np.uint64) for _ in range(3)]
+    words = [np.zeros(1, dtype=np.uint64) for _ in range(3)]
 
     def kernel(mine: Any) -> int:
         tickets = np.zeros(depth, dtype=np.int64)
@@ -297,8 +297,9 @@ class Interrupted(Exception):
     pass
 
 
+# Not run: the poller goes on in memory that was given back, and may end the whole test session.
 @pytest.mark.parametrize(
-    "what", ["source", pytest.param("loader", marks=pytest.mark.xfail(strict=True, reason=TO_FIX))]
+    "what", ["source", pytest.param("loader", marks=pytest.mark.xfail(run=False, reason=TO_FIX))]
 )
 def test_an_interrupted_close_does_not_take_a_running_poller_for_a_dead_one(
     make_scripted: MakeScripted, on_signal: Any, payload_path: Path, what: str

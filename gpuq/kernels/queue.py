@@ -35,8 +35,11 @@ Tickets are signed: a negative one is ``-Status``, what `post` returns where not
 `wait` and its kin hand such a ticket's status back, so that ``wait(q, post(...))`` needs no test
 in between.
 
-A thread that holds as many tickets as the queue has slots, and waits for none of them, cannot
-post another: `post` returns ``-Status.NO_SLOT`` when the queue's ``post_timeout_ns`` is over.
+Slots are taken in the order of tickets, so an answered ticket that is not waited for stops every
+`post` once the others have gone round the queue, however few are outstanding. A thread that
+posts while it holds tickets can therefore block itself and all others: it must use `try_post`,
+and wait for the oldest of its own where that says NO_SLOT. `post` is for threads that hold none;
+its bound, the queue's ``post_timeout_ns``, turns a breach of the rule into ``-Status.NO_SLOT``.
 """
 
 from __future__ import annotations
