@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,7 +47,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="gpuq")
-    except KeyboardInterrupt:
+    except (SystemExit, KeyboardInterrupt) as end:
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+            raise
         _complain("interrupted")
         sys.exit(INTERRUPTED)
 
@@ -166,17 +170,16 @@ def demo(
 
     with (
         _reporting(as_json=False) as report,
+        _started(_settings()) as loader,
         tempfile.TemporaryDirectory(prefix="gpuq-demo-") as folder,
     ):
         path = os.path.join(folder, "demo.safetensors")
-        config = _settings()
         try:
             write_demo_file(path, mib)
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from None
         found = find_arrays(path)
-        with _started(config) as loader:
-            pulled = _pull_one(report, loader, path, found, list(found.values()), None)
+        pulled = _pull_one(report, loader, path, found, list(found.values()), None)
         if pulled is not None and pulled.ok:
             report.tell_story(pulled)
 
@@ -289,7 +292,6 @@ def _reporting(as_json: bool) -> Iterator[_Report]:
         _complain(f"standard output: {error.strerror}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        _complain("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(0 if report.is_right else 1)
 
@@ -371,8 +373,10 @@ def _started(config: LoaderConfig) -> Iterator[Loader]:
     """Give a loader with the kernel compiled; say so where that takes its time."""
     from gpuq.pull_files import prepare
 
-    with _told_when_compiling(), _make_loader(config) as loader:
-        prepare(loader)
+    with ExitStack() as stack:
+        with _told_when_compiling(), _ending_at_ctrl_c():
+            loader = stack.enter_context(_make_loader(config))
+            prepare(loader)
         yield loader
 
 
@@ -409,6 +413,29 @@ def _told_when_compiling() -> Iterator[None]:
 
     with event.install_listener("numba:compile", Notice()):
         yield
+
+
+@contextmanager
+def _ending_at_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end the process on the spot.
+
+    An exception raised inside Numba's compiler leaves objects of LLVM half made, and the process
+    crashes when it frees them (seen with llvmlite 0.50). Nothing is at stake yet.
+    """
+
+    def end(_number: int, _frame: Any) -> None:
+        _complain("interrupted")
+        os._exit(INTERRUPTED)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

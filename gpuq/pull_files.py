@@ -404,14 +404,15 @@ def _launch_and_look(
     before = loader.statistics().bytes
     tell("pull", tally.pulled)
     thread = threading.Thread(target=run, name="gpuq-kernel", daemon=True)
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
             tell("pull", tally.pulled + loader.statistics().bytes - before)
     except BaseException:
         loader.abort()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         raise
     result = outcome[0]
     if isinstance(result, BaseException):

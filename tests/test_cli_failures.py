@@ -343,6 +343,38 @@ def test_ctrl_c_is_one_line_and_130(good: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+COMPILING = """
+import os, signal, time
+from gpuq import cli, pull_files
+
+def compile_for_long(loader):
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:  # the signal may reach another thread first
+        time.sleep(0.01)
+
+pull_files.prepare = compile_for_long
+cli.main()
+"""
+
+
+def test_ctrl_c_inside_the_compiler_ends_the_process_without_unwinding_it(good: Path) -> None:
+    """An exception from there crashed the process at its end, when LLVM's objects were freed."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING, "pull", str(good), *SMALL],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert without_notice(done.stderr) == "gpuq: interrupted\n"
+
+
+def test_after_the_start_ctrl_c_is_an_exception_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with cli._ending_at_ctrl_c():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_reader_of_the_output_that_goes_away_is_no_traceback(good: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
