@@ -14,7 +14,7 @@ READERS = ("auto", "io_uring", "threads")
 DIRECT_MODES = ("auto", "require", "off")
 
 _PAGE = 4096
-_VARIABLES = {"target": "GPUQ_TARGET", "reader": "GPUQ_READER", "direct": "GPUQ_DIRECT"}
+VARIABLES = {"target": "GPUQ_TARGET", "reader": "GPUQ_READER", "direct": "GPUQ_DIRECT"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LoaderConfig:
                 f"unknown setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}"
             )
         given = {name: value for name, value in settings.items() if value is not None}
-        for name, variable in _VARIABLES.items():
+        for name, variable in VARIABLES.items():
             value = os.environ.get(variable)
             if name not in given and value:
                 try:
