@@ -39,9 +39,11 @@ from gpuq.kernels import (
     pull_block_at,
     pull_warp,
     pull_warp_at,
+    share,
     stream_close,
     stream_next,
     stream_open,
+    stream_open_from,
     try_post,
     try_post_at,
     wait,
@@ -52,8 +54,9 @@ from gpuq.kernels import (
     wait_for,
     wait_warp,
 )
+from gpuq.kernels.stream import Stream
 from gpuq.layout import NO_TICKET, Queue, State, Status
-from gpuq.loader import Counter, Destination, Explanation, Loader, Source
+from gpuq.loader import Counter, Destination, Explanation, Loader, Source, TileStream
 from gpuq.version import __version__
 
 __all__ = [
@@ -101,9 +104,11 @@ __all__ = [
     "pull_block_at",
     "pull_warp",
     "pull_warp_at",
+    "share",
     "stream_close",
     "stream_next",
     "stream_open",
+    "stream_open_from",
     "try_post",
     "try_post_at",
     "wait",

@@ -2,6 +2,7 @@
 
 ============  ==================================================================================
 `protocol`    callable from compiled code of every target: the protocol has a single source
+              (`protocol_of_arrays` where it returns arrays)
 `inlined`     callable from compiled code of the host; a part of some `compiled` function
 `compiled`    called by Python: runs without the interpreter lock, cached on disk
 `contract`    callable from compiled code of the host, one implementation per type
@@ -49,11 +50,26 @@ def protocol(function: Function) -> Function:
     Numba compiles on both targets. Python code and the simulator call it directly.
     """
     inlined(function)
+    _overload_for_cuda(function)
+    return function
+
+
+def protocol_of_arrays(function: Function) -> Function:
+    """Make a function callable like a `protocol` one that returns views of arrays.
+
+    Its caller owns what is returned, so on the CPU it counts references, unlike the others.
+    """
+    options = {**_PART_OPTIONS, "_nrt": True}
+    cpu_overload(function, jit_options=options, strict=False)(_same_source(function))
+    _overload_for_cuda(function)
+    return function
+
+
+def _overload_for_cuda(function: Callable[..., Any]) -> None:
     if not SIMULATED:
         from numba.cuda.extending import overload as cuda_overload
 
         cuda_overload(function, strict=False)(_same_source(function))
-    return function
 
 
 def inlined(function: Function) -> Function:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from gpuq.compiling import SIMULATED
 from gpuq.config import DIRECT_MODES, LoaderConfig
@@ -37,7 +40,7 @@ from gpuq.host.tables import (
 )
 from gpuq.kernels.binding import bind
 from gpuq.kernels.queue import pull
-from gpuq.kernels.stream import MOST_TILE_BYTES, STREAM_WORDS, Stream
+from gpuq.kernels.stream import MOST_TILE_ROWS, MOST_TILES, STREAM_WORDS, Stream
 from gpuq.launching import Launch, launch_on_cpu, launch_on_cuda
 from gpuq.layout import NO_TICKET, Queue, State
 
@@ -191,19 +194,23 @@ class Destination:
 
 @dataclass(frozen=True)
 class TileStream:
-    """Tiles of a source for the blocks of a kernel. Made by `Loader.stream`.
+    """Rows of a source for the blocks of a kernel, tile by tile. Made by `Loader.stream`.
 
     Attributes
     ----------
     handle : Stream
-        What kernels are handed: for `gpuq.stream_open` and `gpuq.stream_next`, and with the
-        tiles in it, ``handle.tiles[worker, tile, :nbytes]``.
+        What kernels are handed: for `gpuq.stream_open` and `gpuq.stream_next`.
     destination : Destination
         The tiles.
     """
 
     handle: Stream
     destination: Destination
+
+    @property
+    def rows(self) -> int:
+        """How many rows the stream's range has."""
+        return self.handle.rows
 
     def close(self) -> None:
         """Let the tiles go; no kernel walks any more."""
@@ -221,6 +228,9 @@ class Counter:
     """
 
     handle: int
+
+
+_WITH_HANDLE = (Source, Destination, TileStream, Counter)
 
 
 class Loader:
@@ -507,7 +517,8 @@ class Loader:
         size : int
             Blocks.
         *arguments
-            What a kernel of the target takes: the queue, handles, arrays of the target.
+            What a kernel of the target takes: the queue, arrays of the target, numbers. A
+            `Source`, `Destination`, `TileStream` or `Counter` is handed over as its handle.
         threads_per_block : int
             On CUDA and in the simulator.
         threads : int, optional
@@ -521,10 +532,14 @@ class Loader:
             The loader cannot be used any more. Nothing was launched.
         """
         self._service.check()
+        handed = tuple(
+            argument.handle if isinstance(argument, _WITH_HANDLE) else argument
+            for argument in arguments
+        )
         if self.target == "cpu":
-            self._launches.append(launch_on_cpu(body, size, arguments, threads))
+            self._launches.append(launch_on_cpu(body, size, handed, threads))
         else:
-            launch_on_cuda(body, size, arguments, threads_per_block, stream)
+            launch_on_cuda(body, size, handed, threads_per_block, stream)
 
     def bind(
         self,
@@ -561,8 +576,11 @@ class Loader:
     def stream(
         self,
         source: Source,
-        tile_bytes: int,
+        tile: int | tuple[int, ...],
+        dtype: Any = "uint8",
         *,
+        start: int = 0,
+        end: int | None = None,
         tiles_in_flight: int = 2,
         workers: int = 1,
     ) -> TileStream:
@@ -571,8 +589,14 @@ class Loader:
         Parameters
         ----------
         source : Source
-        tile_bytes : int
-            Bytes of a tile, of which the last of a range may have fewer.
+        tile : int or tuple of int
+            Shape of a tile: rows, then the shape of a row. ``(64, 1000)`` is 64 rows of a matrix
+            with 1000 columns; ``4096`` is 4096 elements.
+        dtype : dtype-like
+            Of the elements.
+        start, end : int
+            Where the rows lie in the file, in bytes; by default all of it. What is left behind
+            the last whole row is no row.
         tiles_in_flight : int
             Tiles of a worker that are on their way while one is worked on.
         workers : int
@@ -584,22 +608,34 @@ class Loader:
             A number is out of its range, or the tiles in flight exceed the queue's slots.
         """
         self._service.check()
-        if not 0 < tile_bytes <= MOST_TILE_BYTES:
-            raise ConfigError(f"tile_bytes must be between 1 and {MOST_TILE_BYTES}")
-        if tiles_in_flight < 1 or workers < 1:
-            raise ConfigError("tiles_in_flight and workers must be at least 1")
+        shape = (tile,) if isinstance(tile, int) else tuple(tile)
+        row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
+        if not shape or not 0 < shape[0] <= MOST_TILE_ROWS or row_bytes < 1:
+            raise ConfigError(f"a tile of shape {shape} has no rows, or too many")
+        if tiles_in_flight < 1 or not 0 < workers <= MOST_TILES // (tiles_in_flight + 1):
+            raise ConfigError("tiles_in_flight and workers must be at least 1, and not millions")
         ring = tiles_in_flight + 1
         if ring * workers > self.config.slots:
             raise ConfigError(
                 f"{workers} workers with {tiles_in_flight} tiles in flight and one at work need "
                 f"{ring * workers} slots; there are {self.config.slots} (setting slots)"
             )
+        limit = min(source.size, source.end) if end is None else end
+        if not 0 <= start <= limit:
+            raise ConfigError(f"{source.path}: the range {start} to {limit} is none")
         device = self._service.device
-        tiles = device.filled((workers, ring, tile_bytes), "uint8", 0)
+        tiles = device.filled((workers, ring, *shape), dtype, 0)
         destination = self.register(tiles)
-        tickets = device.filled((workers, ring), "int64", NO_TICKET)
-        words = device.filled((workers, STREAM_WORDS), "int64", 0)
-        handle = Stream(source.handle, destination.handle, tiles, tickets, words, tile_bytes)
+        handle = Stream(
+            source=source.handle,
+            destination=destination.handle,
+            start=start,
+            rows=(limit - start) // row_bytes,
+            row_bytes=row_bytes,
+            tiles=tiles,
+            tickets=device.filled((workers, ring), "int64", NO_TICKET),
+            words=device.filled((workers, STREAM_WORDS), "int64", 0),
+        )
         return TileStream(handle, destination)
 
     def synchronize(self, stream: Any = None) -> None:

@@ -33,7 +33,8 @@ from gpuq.kernels.scopes import (
     wait_counter_block,
     wait_warp,
 )
-from gpuq.kernels.stream import stream_close, stream_next, stream_open
+from gpuq.kernels.sharing import share
+from gpuq.kernels.stream import stream_close, stream_next, stream_open, stream_open_from
 
 if not SIMULATED:
     import gpuq.kernels.lowering  # noqa: F401
@@ -58,9 +59,11 @@ __all__ = [
     "pull_block_at",
     "pull_warp",
     "pull_warp_at",
+    "share",
     "stream_close",
     "stream_next",
     "stream_open",
+    "stream_open_from",
     "try_post",
     "try_post_at",
     "wait",
