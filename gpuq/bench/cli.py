@@ -1,0 +1,215 @@
+"""The command line of the benchmarks: ``gpuq bench``, or ``python -m gpuq.bench``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gpuq.config import DIRECT_MODES, READERS
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure, interleaved with a peer where there is one.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        for one in value if isinstance(value, list) else [value]:
+            if one not in allowed:
+                raise typer.BadParameter(f"{one!r} is none of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+File = Annotated[Path | None, typer.Option(help="Read this file instead of making one.")]
+Size = Annotated[int, typer.Option(min=1 << 20, help="Bytes of the file.")]
+Directory = Annotated[Path, typer.Option(help="Where the file is made: the disk to measure.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep the file that was made.")]
+Seconds = Annotated[float, typer.Option(min=0.001, help="Of one sample.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Samples of each contestant.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
+Reader = Annotated[
+    str, typer.Option(callback=_one_of(READERS), help="auto, io_uring or threads.")
+]
+Direct = Annotated[
+    str, typer.Option(callback=_one_of(DIRECT_MODES), help="auto, require or off.")
+]
+_GIB = 1 << 30
+
+
+@contextmanager
+def _bench(
+    name: str, file: Path | None, size: int, directory: Path, keep: bool, json_file: Path | None,
+    settings: dict[str, Any],
+) -> Iterator[tuple[Path, int, list[Any]]]:
+    """Yield the file, its bytes, and a list to put the result in; then write the report.
+
+    What a user can cause ends as one line on standard error.
+    """
+    from gpuq.bench.files import bench_file
+    from gpuq.bench.fio import FioError
+    from gpuq.bench.machine import describe_machine
+    from gpuq.bench.measuring import console, report, write_json
+    from gpuq.bench.reading import BadStatusError
+    from gpuq.errors import GpuqError
+
+    result: list[Any] = []
+    try:
+        with bench_file(file, size, directory, keep=keep) as (path, nbytes):
+            machine = describe_machine(path.parent)
+            console.print(f"{machine}\n{path}, {nbytes / 2**20:,.0f} MiB")
+            yield path, nbytes, result
+        write_json(json_file, report(name, machine, settings | {"bytes": nbytes}, result[0]))
+    except (OSError, ValueError, GpuqError, FioError, BadStatusError) as error:
+        print(f"gpuq bench {name}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def io(
+    file: File = None,
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    seconds: Seconds = 2.0,
+    rounds: Rounds = 5,
+    depth: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=1024, help="Of the random reads; may be repeated."),
+    ] = None,
+    reader: Annotated[
+        list[str] | None,
+        typer.Option(callback=lambda value: _one_of(READERS)(value or []),
+                     help="auto, io_uring or threads; may be repeated."),
+    ] = None,
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Read through the queue on the CPU target, beside fio."""
+    from gpuq.bench import io as bench
+    from gpuq.bench.fio import find_fio
+    from gpuq.bench.measuring import console
+
+    depths, readers = depth or list(bench.DEPTHS), reader or ["auto"]
+    settings = {
+        "seconds": seconds, "rounds": rounds, "depths": depths, "readers": readers, "direct": direct
+    }
+    with _bench("io", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
+        if find_fio() is None:
+            console.print("fio is not installed: gpuq runs alone, with nothing to compare it with.")
+        with console.status("measuring") as status:
+            result.append(
+                bench.measure(
+                    path, nbytes, depths=depths, readers=readers, direct=direct,
+                    seconds=seconds, rounds=rounds, watch=status.update,
+                )
+            )
+        bench.show(result[0])
+
+
+@app.command()
+def gil(
+    file: File = None,
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    seconds: Seconds = 2.0,
+    rounds: Rounds = 5,
+    reader: Reader = "auto",
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Read while the main thread runs Python, native code, or nothing."""
+    from gpuq.bench import gil as bench
+
+    settings = {"seconds": seconds, "rounds": rounds, "reader": reader, "direct": direct}
+    with _bench("gil", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
+        result.append(
+            bench.measure(
+                path, nbytes, reader=reader, direct=direct, seconds=seconds, rounds=rounds
+            )
+        )
+        bench.show(result[0])
+
+
+@app.command()
+def memory(
+    file: File = None,
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    rounds: Rounds = 3,
+    reader: Reader = "auto",
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Pull a file far larger than staging, and watch the resident size."""
+    from gpuq.bench import memory as bench
+
+    settings = {"rounds": rounds, "reader": reader, "direct": direct}
+    with _bench("memory", file, size, directory, keep, json_file, settings) as (
+        path, nbytes, result,
+    ):
+        result.append(bench.measure(path, nbytes, reader=reader, direct=direct, rounds=rounds))
+        bench.show(result[0])
+
+
+@app.command()
+def start(
+    file: File = None,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    rounds: Rounds = 3,
+    cold: Annotated[
+        bool, typer.Option(help="Measure starts with an empty cache too; they compile everything.")
+    ] = True,
+    json_file: Json = None,
+) -> None:
+    """Import gpuq and make a Loader, in new interpreters, with a cold cache and a warm one."""
+    from gpuq.bench import start as bench
+
+    settings = {"rounds": rounds, "cold": cold}
+    with _bench("start", file, 1 << 20, directory, keep, json_file, settings) as (
+        path, _, result,
+    ):
+        result.append(bench.measure(path, rounds=rounds, cold=cold))
+        bench.show(result[0])
+
+
+@app.command()
+def idle(
+    file: File = None,
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    seconds: Seconds = 2.0,
+    rounds: Rounds = 5,
+    rest: Annotated[float, typer.Option(min=0.0, help="Seconds of idling before.")] = 1.0,
+    reader: Reader = "auto",
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Let a Loader idle: what it costs, and how late the first request after that is."""
+    from gpuq.bench import idle as bench
+
+    settings = {
+        "seconds": seconds, "rounds": rounds, "rest": rest, "reader": reader, "direct": direct
+    }
+    with _bench("idle", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
+        result.append(
+            bench.measure(
+                path, nbytes, reader=reader, direct=direct, seconds=seconds, rounds=rounds,
+                idle_seconds=rest,
+            )
+        )
+        bench.show(result[0])

@@ -1,0 +1,85 @@
+"""The peer: fio with io_uring, over the same file, with the same size, depth and time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from gpuq.bench.measuring import Meter, Sample
+from gpuq.bench.reading import Work
+
+
+class FioError(RuntimeError):
+    """fio is there and did not do its work."""
+
+
+def find_fio() -> str | None:
+    """Return the path of fio, None where it is not installed."""
+    return shutil.which("fio")
+
+
+def fio_command(
+    program: str, path: Path, nbytes: int, work: Work, *, direct: bool, seconds: float, number: int
+) -> list[str]:
+    """Return the command line of one run."""
+    escaped = str(path).replace("\\", "\\\\").replace(":", "\\:")
+    return [
+        program,
+        "--name=gpuq",
+        f"--filename={escaped}",
+        f"--size={nbytes}",
+        f"--rw={'read' if work.in_order else 'randread'}",
+        f"--bs={work.block_bytes}",
+        f"--iodepth={work.depth}",
+        f"--direct={int(direct)}",
+        "--ioengine=io_uring",
+        f"--runtime={max(int(seconds * 1000), 1)}ms",
+        "--time_based",
+        "--norandommap",
+        f"--randseed={number + 1}",
+        "--readonly",
+        "--output-format=json",
+    ]
+
+
+def sample_fio(
+    program: str, path: Path, nbytes: int, work: Work, *, direct: bool, seconds: float, number: int
+) -> Sample:
+    """Run fio once.
+
+    Raises
+    ------
+    FioError
+        It failed; the message is its own.
+    """
+    command = fio_command(
+        program, path, nbytes, work, direct=direct, seconds=seconds, number=number
+    )
+    with Meter() as meter:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return parse_fio(ended.returncode, ended.stdout, ended.stderr, meter.others_cores)
+
+
+def parse_fio(code: int, output: str, complaint: str, others_cores: float) -> Sample:
+    """Read a run's figures out of fio's JSON.
+
+    Raises
+    ------
+    FioError
+    """
+    # Notes may stand before the document, even on standard output.
+    begin = output.find("{")
+    job: dict[str, Any] = {}
+    if code == 0 and begin >= 0:
+        job = json.loads(output[begin:])["jobs"][0]
+    if code != 0 or job.get("error", 1) != 0:
+        said = (complaint.strip() or output.strip() or "it said nothing").splitlines()[-1]
+        raise FioError(f"fio ended with {code}: {said}")
+    read = job["read"]
+    seconds = read["runtime"] / 1000
+    # usr_cpu and sys_cpu are per cent of the job's run time, in milliseconds.
+    cpu_seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return Sample(int(read["total_ios"]), seconds, cpu_seconds, others_cores)

@@ -1,0 +1,106 @@
+"""The kernels that the benchmarks run, on the CPU target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from gpuq.kernels.queue import post_at, wait
+from gpuq.ordering import clock_ns
+
+ANY_NUMBER = (1 << 62) - 1
+FOREVER_NS = 1 << 61
+
+
+@njit(nogil=True)
+def next_random(state: Any) -> Any:
+    """Return the next state of a xorshift generator; never 0 where `state` is not."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    state ^= state << np.uint64(17)
+    return state
+
+
+@njit(nogil=True)
+def read_blocks(q: Any, source: Any, destination: Any, block_bytes: Any, blocks: Any, depth: Any,
+                begin_ns: Any, duration_ns: Any, most: Any, seed: Any, tickets: Any) -> Any:
+    """Keep `depth` requests in flight, waiting for the oldest, until the time or `most` is over.
+
+    Parameters
+    ----------
+    q : Queue
+    source, destination : int
+        Handles; request ``i`` goes to block ``i % depth`` of the destination.
+    block_bytes, blocks : int
+        The source's first ``blocks * block_bytes`` bytes are read.
+    depth : int
+    begin_ns : int
+        Time of `clock_ns` to begin at; 0 is now.
+    duration_ns, most : int
+        Nothing is posted after so many nanoseconds or requests.
+    seed : int
+        Of the random order; 0 reads block after block.
+    tickets : array of int64, shape (depth,)
+
+    Returns
+    -------
+    (int, int, int)
+        Requests done; the first status other than OK, or OK; nanoseconds until the last answer.
+    """
+    random = np.uint64(seed)
+    posted = 0
+    done = 0
+    first_bad = 0
+    while clock_ns() < begin_ns:
+        pass
+    began = clock_ns()
+    go = True
+    while go or done < posted:
+        if posted - done == depth or not go:
+            status = wait(q, tickets[done % depth])
+            if status != 0 and first_bad == 0:
+                first_bad = status
+            done += 1
+            go = go and first_bad == 0 and clock_ns() - began < duration_ns
+        go = go and posted < most
+        if go:
+            if seed == 0:
+                block = posted % blocks
+            else:
+                random = next_random(random)
+                block = np.int64(random % np.uint64(blocks))
+            place = posted % depth
+            start = block * block_bytes
+            tickets[place] = post_at(
+                q, source, destination, place * block_bytes, start, start + block_bytes, posted
+            )
+            posted += 1
+    return done, first_bad, clock_ns() - began
+
+
+@njit(nogil=True)
+def time_pulls(q: Any, source: Any, destination: Any, block_bytes: Any, blocks: Any, seed: Any,
+               latencies_ns: Any) -> Any:
+    """Pull random blocks one by one and write how long each took; stop at a bad status."""
+    random = np.uint64(seed)
+    for i in range(len(latencies_ns)):
+        random = next_random(random)
+        start = np.int64(random % np.uint64(blocks)) * block_bytes
+        began = clock_ns()
+        status = wait(q, post_at(q, source, destination, 0, start, start + block_bytes, i))
+        latencies_ns[i] = clock_ns() - began
+        if status != 0:
+            return status
+    return 0
+
+
+@njit(nogil=True)
+def be_busy(until_ns: Any) -> Any:
+    """Compute, without the interpreter lock, until `clock_ns` says so."""
+    state = np.uint64(1)
+    while clock_ns() < until_ns:
+        for _ in range(1000):
+            state = next_random(state)
+    return state
