@@ -158,7 +158,7 @@ def pull(
 
 @app.command()
 def demo(
-    mib: Annotated[int, typer.Option(min=1, max=4096, help="Size of the file, in MiB.")] = 40,
+    mib: Annotated[int, typer.Option(min=1, max=200, help="Size of the file, in MiB.")] = 40,
 ) -> None:
     """Make a file with arrays at odd offsets, let a kernel pull it, and say what happened.
 
@@ -168,18 +168,18 @@ def demo(
     from gpuq.demo import write_demo_file
     from gpuq.pull_files import find_arrays
 
-    with (
-        _reporting(as_json=False) as report,
-        _started(_settings()) as loader,
-        tempfile.TemporaryDirectory(prefix="gpuq-demo-") as folder,
-    ):
-        path = os.path.join(folder, "demo.safetensors")
-        try:
-            write_demo_file(path, mib)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-        found = find_arrays(path)
-        pulled = _pull_one(report, loader, path, found, list(found.values()), None)
+    with _reporting(as_json=False) as report:
+        with (
+            _started(_settings()) as loader,
+            tempfile.TemporaryDirectory(prefix="gpuq-demo-") as folder,
+        ):
+            path = os.path.join(folder, "demo.safetensors")
+            try:
+                write_demo_file(path, mib)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, path) from None
+            found = find_arrays(path)
+            pulled = _pull_one(report, loader, path, found, list(found.values()), None)
         if pulled is not None and pulled.ok:
             report.tell_story(pulled)
 
@@ -219,6 +219,46 @@ def doctor(
             show_findings(open_console(), findings)
         for obstacle in obstacles(findings):
             report.fail(obstacle)
+
+
+@app.command()
+def race(
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.csv", help="Write every step here.", show_default=False),
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.svg|FILE.png",
+            help="Draw here who holds which buffer at each step.",
+            show_default=False,
+        ),
+    ] = None,
+    watchdog: Annotated[
+        float, typer.Option(min=0.01, help="Seconds until the gates are opened whatever happens.")
+    ] = 30.0,
+    stuck: Annotated[
+        bool, typer.Option("--stuck", help="Leave a gate shut, to see the watchdog end the run.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
+    ] = False,
+) -> None:
+    """Show a race in which another file's bytes go out, and that gpuq's buffers are free of it.
+
+    It is the one of NVIDIA DALI issue 6623, in a forced order: models of its pool of buffers, as
+    it was ("original") and with a second look at the event ("event recheck"), then gpuq's own
+    pool under the same schedule. No GPU is needed: a stream in software copies, held by gates.
+
+    The exit code is 0 if the models show the published figures and gpuq used no buffer too early,
+    and 1 if not, or if the watchdog had to open a gate.
+    """
+    from gpuq.race.command import race_pools
+
+    with _reporting(as_json=False) as report, _told_when_compiling():
+        for fault in race_pools(trace, picture, watchdog, stuck, as_json):
+            report.fail(fault)
 
 
 class _Report:

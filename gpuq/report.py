@@ -58,7 +58,9 @@ def tell_story(console: Console, pull: Pull) -> None:
     if source.direct:
         mode = (
             "The reads were direct (O_DIRECT): the bytes went from the storage into gpuq's own "
-            "buffers, not through the page cache of the system."
+            "buffers, not through the page cache of the system. Such reads bring whole blocks, "
+            "and none of these arrays begins or ends where a block does; so a block was read "
+            "and just the bytes asked for were copied out of it."
         )
     else:
         mode = (
@@ -71,9 +73,8 @@ def tell_story(console: Console, pull: Pull) -> None:
         f"{min(pull.requests, pull.window):,} of them waiting at once, each saying which array, "
         "from which byte and to which byte.",
         "A thread beside the kernel took the requests from a queue in memory. It made "
-        f"{pull.reads:,} reads of whole blocks with {source.reader} and copied into the arrays "
-        "exactly the bytes asked for; none of these arrays begins or ends where a block does. "
-        "The kernel saw each answer while it was still running.",
+        f"{pull.reads:,} reads with {source.reader} and put the bytes into the arrays. The "
+        "kernel saw each answer while it was still running.",
         mode,
         f"Then each of the {pull.nbytes:,} bytes was compared with an ordinary read of the same "
         "file. All are right.",
