@@ -157,10 +157,10 @@ def _overload_store(operation: Any, instruction: str) -> None:
 
 _overload_load(ordering.load_acquire, "ld.acquire.sys.b64")
 _overload_load(ordering.load_acquire_device, "ld.acquire.gpu.b64")
-_overload_load(ordering.load_relaxed, "ld.relaxed.gpu.b64")
+_overload_load(ordering.load_relaxed, "ld.relaxed.sys.b64")
 _overload_store(ordering.store_release, "st.release.sys.b64")
 _overload_store(ordering.store_release_device, "st.release.gpu.b64")
-_overload_store(ordering.store_relaxed, "st.relaxed.gpu.b64")
+_overload_store(ordering.store_relaxed, "st.relaxed.sys.b64")
 
 
 @overload(ordering.fetch_add, strict=False)
