@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpuq.bench.cli import app as bench_app
 from gpuq.config import DIRECT_MODES, READERS, TARGETS, LoaderConfig
 from gpuq.errors import ConfigError, GpuqError
 from gpuq.version import __version__
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

@@ -276,7 +276,13 @@ def test_the_simulator_runs_the_same_kernel(checkpoint: Path) -> None:
 
 def test_the_version_and_the_help() -> None:
     assert run("--version").stdout == f"gpuq {gpuq.__version__}\n"
-    for arguments in (["--help"], ["-h"], ["pull", "--help"], ["demo", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["-h"],
+        ["pull", "--help"],
+        ["demo", "--help"],
+        ["bench", "--help"],
+    ):
         assert run(*arguments).exit_code == 0
     assert run().exit_code == 2
 
