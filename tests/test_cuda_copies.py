@@ -18,6 +18,7 @@ from gpuq.host.copier import (
     COPY_UNDER_WAY,
     HOST_MEMORY,
     CudaCopier,
+    describe_failure,
     look_at_copy,
     start_copy,
 )
@@ -242,6 +243,7 @@ def test_a_refused_copy_fails_its_request_alone(data, driver, result, call):
         )
     assert stepper.failure == 0
     assert int(stepper.poller.copier.words[0]) == result
+    assert describe_failure(stepper.poller.copier, 5) == "the reader failed: Input/output error"
     stepper.assert_at_rest()
     assert driver.faults() == []
 
@@ -291,7 +293,7 @@ def test_where_nobody_can_know_the_buffer_is_quarantined_and_the_queue_ends(
     while stepper.failure == 0:
         assert stepper.step() > 0, "the driver's error was not noticed"
     assert int(stepper.queue.control[STATE]) == State.ABORTED
-    assert int(stepper.poller.copier.words[0]) == result
+    assert describe_failure(stepper.poller.copier, 5).endswith(f"CUresult {result}")
     quarantined = stepper.leases_in(leases.QUARANTINED)
     assert quarantined
 

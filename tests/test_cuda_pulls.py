@@ -278,7 +278,7 @@ def test_a_lost_context_releases_the_kernel_and_is_raised(
     assert (statuses[: done - 1] == Status.OK).all()
     assert loader.state == State.ABORTED
     wait_until(lambda: not loader._service.is_serving, "the poller ends")
-    with pytest.raises(gpuq.PollerDiedError):
+    with pytest.raises(gpuq.PollerDiedError, match=f"under a copy: CUresult {result}"):
         loader.synchronize()
     with pytest.raises(gpuq.PollerDiedError):
         loader.open(content_path)
@@ -309,6 +309,25 @@ def test_a_copy_that_never_ends_holds_nobody_who_gives_up(driver, make_cuda_load
     driver.allow()
     loader.close()
     assert driver.faults() == []
+
+
+def test_a_forgotten_loader_whose_copy_never_ends_keeps_its_memory_and_does_not_hang(
+    driver, make_cuda_loader, content_path, monkeypatch
+):
+    """As when the interpreter ends: bounded, and nothing is freed that the GPU may still read."""
+    driver.hold()
+    loader = make_cuda_loader()
+    service = loader._service
+    source = loader.open(content_path)
+    destination = loader.register(guarded(40_000))
+    Compiled.post(loader.queue, source.handle, destination.handle, 0, 3000, 0)
+    wait_until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
+    monkeypatch.setattr("gpuq.host.service._STUCK_SECONDS", 0.0)
+    service.finish()
+    assert service.is_serving
+    assert service.is_dirty
+    assert not service.device.is_closed
+    assert len(service._memory) == 1
 
 
 def test_closing_waits_for_the_copies_under_way(driver, make_cuda_loader, content_path):

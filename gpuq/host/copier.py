@@ -6,6 +6,7 @@ and called by the poller alone, once to start a lease's copy and then until it w
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,11 @@ COPY_FAILED = -1
 """Nothing was started, or what was started is known to be over; the buffer may be used again."""
 COPY_UNCERTAIN = -2
 """The copy may still read the buffer; it must not be used again and the queue must end."""
+
+
+# Positions in a CUDA copier's words.
+_REFUSED = 0
+_FATAL = 1
 
 
 @contract
@@ -93,8 +99,8 @@ class CudaCopier(NamedTuple):
         Of the driver's functions, by the positions in `gpuq.host.driver`.
     events : array of int64
         A CUevent for each lease.
-    words : array of int64, shape (1,)
-        The last CUresult that was an error.
+    words : array of int64, shape (2,)
+        The last CUresult that refused a copy, and the one that ended the queue; 0 for none.
     stream : int
         A CUstream.
     """
@@ -110,9 +116,16 @@ def make_cuda_copier(table: DriverTable, stream: int, events: list[int]) -> Cuda
     return CudaCopier(
         addresses=np.array(table, dtype=np.int64),
         events=np.array(events, dtype=np.int64),
-        words=np.zeros(1, dtype=np.int64),
+        words=np.zeros(2, dtype=np.int64),
         stream=stream,
     )
+
+
+def describe_failure(copier: Any, number: int) -> str:
+    """Say why a poller ended with an errno: by its copier, else by its reader."""
+    if isinstance(copier, CudaCopier) and copier.words[_FATAL] != SUCCESS:
+        return f"the CUDA driver failed under a copy: CUresult {int(copier.words[_FATAL])}"
+    return f"the reader failed: {os.strerror(number)}"
 
 
 @implements(start_copy, CudaCopier)
@@ -125,16 +138,18 @@ def _start_cuda(
     stream = copier.stream
     address = copier.addresses[MEMCPY_HTOD_ASYNC]
     result = call_driver(address, destination, source, nbytes, stream)
+    if result == INVALID_VALUE or result == OUT_OF_MEMORY:
+        # Said of the arguments, before anything starts.
+        copier.words[_REFUSED] = result
+        return COPY_FAILED
     if result != SUCCESS:
-        copier.words[0] = result
-        # These two are said of the arguments, before anything starts. Any other error may be an
-        # earlier one of the context, and then nobody knows what the copy engine still does.
-        if result == INVALID_VALUE or result == OUT_OF_MEMORY:
-            return COPY_FAILED
+        # It may be an earlier error of the context, and then nobody knows what the copy engine
+        # still does.
+        copier.words[_FATAL] = result
         return COPY_UNCERTAIN
     result = call_driver(copier.addresses[EVENT_RECORD], copier.events[lease], stream, 0, 0)
     if result != SUCCESS:
-        copier.words[0] = result
+        copier.words[_FATAL] = result
         return COPY_UNCERTAIN
     return COPY_UNDER_WAY
 
@@ -146,5 +161,5 @@ def _look_at_cuda(copier: Any, lease: Any) -> Any:
         return COPY_DONE
     if result == NOT_READY:
         return COPY_UNDER_WAY
-    copier.words[0] = result
+    copier.words[_FATAL] = result
     return COPY_UNCERTAIN

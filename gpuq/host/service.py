@@ -21,6 +21,7 @@ from gpuq.compiling import compiled
 from gpuq.config import LoaderConfig
 from gpuq.errors import ClosedError, ForkedError, PollerDiedError, ReaderUnavailableError
 from gpuq.host import poller as serving
+from gpuq.host.copier import describe_failure
 from gpuq.host.device import Device, Region
 from gpuq.host.libc import sleep_ns
 from gpuq.host.reader import flush_reads, reap_read, submit_read
@@ -32,8 +33,9 @@ from gpuq.layout import (
     CONTROL_WORDS,
     COUNTER_WORDS,
     FLAG_WORDS,
-    HEARTBEAT,
     LINE_WORDS,
+    REVISION,
+    REVISION_SEEN,
     STATE,
     STATUS_COUNT,
     SUBMISSION_WORDS,
@@ -42,7 +44,7 @@ from gpuq.layout import (
     State,
     Status,
 )
-from gpuq.ordering import load_acquire
+from gpuq.ordering import fetch_add, load_acquire
 
 _STUCK_SECONDS = 5.0
 _LOOK_SECONDS = 0.0002
@@ -210,7 +212,7 @@ def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
         number = serving.serve(poller)
         if number != 0:
             outcome.is_dirty = True
-            outcome.error = OSError(number, f"the reader failed: {os.strerror(number)}")
+            outcome.error = OSError(number, describe_failure(poller.copier, number))
     except BaseException as error:
         outcome.is_dirty = True
         outcome.error = error
@@ -347,15 +349,15 @@ class Service:
         """
         with self.lock:
             table.retract(handle)
-        seen = self._heartbeat()
-        # An admission that still saw the handle belongs to a pass that had begun.
-        while self.is_serving and (self._heartbeat() < seen + 2 or table.in_flight(handle) > 0):
+        # The poller's acquire of REVISION makes the withdrawal visible to that pass and all later
+        # ones; its release of REVISION_SEEN says that the passes before are over.
+        wanted = int(fetch_add(self.control, REVISION, 1)) + 1
+        while self.is_serving and (
+            int(load_acquire(self.control, REVISION_SEEN)) < wanted or table.in_flight(handle) > 0
+        ):
             time.sleep(_LOOK_SECONDS)
         with self.lock:
             table.recycle(handle)
-
-    def _heartbeat(self) -> int:
-        return int(load_acquire(self.control, HEARTBEAT))
 
     # --- the end ---
 
