@@ -16,6 +16,7 @@ from typing import Any
 from numba import njit
 
 from gpuq.compiling import SIMULATED
+from gpuq.host.cuda_device import stream_handle
 
 
 class Launch:
@@ -127,4 +128,8 @@ def launch_on_cuda(
     stream: Any,
 ) -> None:
     """Launch `body` on `size` blocks; in the simulator this returns when all have finished."""
-    cuda_kernel(body)[size, threads_per_block, stream or 0](arguments)
+    from numba import cuda
+
+    # Numba launches on streams of its own class only.
+    on = 0 if SIMULATED or stream is None else cuda.external_stream(stream_handle(stream))
+    cuda_kernel(body)[size, threads_per_block, on](arguments)

@@ -41,7 +41,7 @@ from gpuq.host.tables import (
 from gpuq.kernels.binding import bind
 from gpuq.kernels.queue import pull
 from gpuq.kernels.stream import MOST_TILE_ROWS, MOST_TILES, STREAM_WORDS, Stream
-from gpuq.launching import Launch, launch_on_cpu, launch_on_cuda
+from gpuq.launching import Launch, cuda_kernel, launch_on_cpu, launch_on_cuda
 from gpuq.layout import NO_TICKET, Queue, State
 
 _ABORTED_SECONDS = 10.0
@@ -488,12 +488,16 @@ class Loader:
 
         Parameters
         ----------
-        kernel : dispatcher
-            Made by ``numba.cuda.jit``, or ``numba.njit`` on the CPU target.
+        kernel : dispatcher or function
+            Made by ``numba.cuda.jit``, or ``numba.njit`` on the CPU target; or a body for
+            `launch`.
         *arguments
             As they will be at the launch; only their types matter.
         """
         self._service.check()
+        if self.target == "cuda" and not hasattr(kernel, "typeof_pyval"):
+            self._service.device.prepare(cuda_kernel(kernel), (_handed(arguments),))
+            return kernel
         return self._service.device.prepare(kernel, arguments)
 
     def launch(
@@ -532,10 +536,7 @@ class Loader:
             The loader cannot be used any more. Nothing was launched.
         """
         self._service.check()
-        handed = tuple(
-            argument.handle if isinstance(argument, _WITH_HANDLE) else argument
-            for argument in arguments
-        )
+        handed = _handed(arguments)
         if self.target == "cpu":
             self._launches.append(launch_on_cpu(body, size, handed, threads))
         else:
@@ -740,6 +741,14 @@ class Loader:
             f"reader {self._service.choice.name}, {self.config.slots} slots, "
             f"{self.config.staging_buffers} x {self.config.staging_bytes} bytes of staging>"
         )
+
+
+def _handed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments as kernels take them: handles in the place of what has one."""
+    return tuple(
+        argument.handle if isinstance(argument, _WITH_HANDLE) else argument
+        for argument in arguments
+    )
 
 
 def _forget(

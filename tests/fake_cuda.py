@@ -186,6 +186,9 @@ class FakeStream:
         cuda.runtime.log.append(("Stream", non_blocking))
         self._log = cuda.runtime.log
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
     def synchronize(self) -> None:
         self._log.append(("streamSynchronize", self.ptr))
 

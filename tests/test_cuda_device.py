@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import DEVICE_TYPE, HOST_TYPE, FakeCuda, FakeDeviceArray, on_host
+from fake_cuda import DEVICE_TYPE, HOST_TYPE, FakeCuda, FakeDeviceArray, FakeStream, on_host
 from kernels import Compiled
 from numba import cuda as numba_cuda
 
 import gpuq
+from gpuq import launching
 from gpuq.host import cuda_device
 from gpuq.host.copier import DEVICE_MEMORY, HOST_MEMORY
 from gpuq.host.driver import MEMCPY_HTOD_ASYNC, NOT_READY
@@ -337,6 +338,29 @@ def test_a_kernel_that_cannot_be_loaded_is_said_so_by_prepare(cuda, loader):
 def test_an_older_driver_loads_at_once_and_has_no_such_function(cuda, loader):
     cuda.library.missing.add("cuFuncLoad")
     loader.prepare(pull_kernel, loader.queue, 1, 2, cuda.array(np.zeros(1, np.int64)))
+
+
+def pull_body(index, size, q, source, destination, statuses):
+    statuses[index] = gpuq.pull(q, source, destination, 0, 100, index)
+
+
+@pytest.mark.filterwarnings("ignore:Grid size")
+def test_a_body_for_launch_is_loaded_before_its_launch(cuda, loader, path, monkeypatch):
+    source, array = loader.open(path), cuda.array(np.zeros(100, np.uint8))
+    arguments = (loader.queue, source, loader.register(array), cuda.array(np.zeros(4, np.int64)))
+    assert loader.prepare(pull_body, *arguments) is pull_body
+    assert len(cuda.loaded) == 1
+    kernel = launching.cuda_kernel(pull_body)
+    launched = []
+    for compiled in kernel.overloads.values():
+        monkeypatch.setattr(compiled, "launch", lambda *given: launched.append(given))
+    stream = FakeStream(cuda)
+    loader.launch(pull_body, 4, *arguments, threads_per_block=32, stream=stream)
+    ((handed, grid, block, on, _),) = launched
+    assert handed == ((loader.queue, source.handle, arguments[2].handle, arguments[3]),)
+    assert (grid, block) == ((4, 1, 1), (32, 1, 1))
+    assert int(on.handle) == stream.ptr
+    assert len(cuda.loaded) == 1, "the launch compiled another kernel than was prepared"
 
 
 def test_modules_are_asked_to_load_at_once(cuda, monkeypatch):
