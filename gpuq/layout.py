@@ -69,9 +69,11 @@ HISTORY_WORDS = COUNTER_WORDS - HISTORY
 COUNTED = 1 << 62
 
 # The control words: written by the host only.
-CONTROL_WORDS = 2 * LINE_WORDS
+CONTROL_WORDS = 3 * LINE_WORDS
 STATE = 0  # State; only ever raised
 HEARTBEAT = LINE_WORDS  # passes that the poller has begun
+REVISION_SEEN = LINE_WORDS + 1  # the poller: REVISION as its newest pass found it
+REVISION = 2 * LINE_WORDS  # host threads: how often a handle was withdrawn
 
 # Device memory of the producers: the tail alone on its line, and one turn per slot.
 TAIL_WORDS = LINE_WORDS
@@ -183,7 +185,8 @@ assert sorted((SEQUENCE, SOURCE, DESTINATION, START, END, OFFSET, TAG, OPTIONS))
     range(SUBMISSION_WORDS)
 )
 assert STATE // LINE_WORDS != HEARTBEAT // LINE_WORDS
-assert HEARTBEAT < CONTROL_WORDS
+assert len({word // LINE_WORDS for word in (STATE, REVISION_SEEN, REVISION)}) == 3
+assert REVISION < CONTROL_WORDS
 assert max(Status) <= FLAG_STATUS_MASK
 assert [int(status) for status in Status] == list(range(STATUS_COUNT))
 assert FLAG_STATUS_MASK.bit_length() == FLAG_ERRNO_SHIFT

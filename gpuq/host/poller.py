@@ -79,6 +79,8 @@ from gpuq.layout import (
     HISTORY_WORDS,
     OFFSET,
     OPTIONS,
+    REVISION,
+    REVISION_SEEN,
     SEQUENCE,
     SOURCE,
     START,
@@ -712,6 +714,8 @@ def count_answer(p: Any, counter: Any, status: Any) -> None:
 def poll_once(p: Any) -> Any:
     """Do one bounded step of everything; return how much was done."""
     store_release(p.control, HEARTBEAT, load_relaxed(p.control, HEARTBEAT) + as_word(1))
+    # Pairs with the host's fetch-and-add in `Service.close_entry`, see there.
+    store_release(p.control, REVISION_SEEN, load_acquire(p.control, REVISION))
     done = retire(p) + reap(p)
     state = as_signed(load_acquire(p.control, STATE))
     if state != _ABORTED:

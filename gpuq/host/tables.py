@@ -6,8 +6,8 @@ never misread.
 
 Ownership of an entry's words: the host writes them all while the entry is closed, and opens it
 by storing HANDLE with release. From then on HANDLE stays the host's; the words marked "poller"
-are the poller's alone. To close, the host clears HANDLE, waits until the poller has begun a
-later pass (so that no admission still holds the old handle), and then until IN_FLIGHT is 0.
+are the poller's alone. To close, the host clears HANDLE, raises REVISION, waits until the poller
+echoes it (so that no admission still holds the old handle), and then until IN_FLIGHT is 0.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class CapabilityTable:
     def publish(self, index: int, words: dict[int, int]) -> int:
         """Fill a reserved entry with ``{position: value}``, open it, and return its handle."""
         base = index * self.entry_words
-        self.words[base : base + self.entry_words] = 0
+        # HANDLE is 0 already, and the poller may load it at any time.
+        self.words[base + HANDLE + 1 : base + self.entry_words] = 0
         for position, value in words.items():
             self.words[base + position] = value
         handle = self._generations[index] << HANDLE_INDEX_BITS | index
