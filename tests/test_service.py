@@ -29,8 +29,6 @@ from gpuq.testing import copiers, readers
 
 DATA = np.random.default_rng(11).integers(0, 256, 50_000, dtype=np.uint8)
 CLOSED_GATE = 1
-TO_FIX = "known, to be fixed in gpuq.host.service"
-
 MakeLoader = Callable[..., gpuq.Loader]
 MakeScripted = Callable[..., tuple[gpuq.Loader, readers.ScriptedReader]]
 
@@ -298,9 +296,7 @@ class Interrupted(Exception):
 
 
 # Not run: the poller goes on in memory that was given back, and may end the whole test session.
-@pytest.mark.parametrize(
-    "what", ["source", pytest.param("loader", marks=pytest.mark.xfail(run=False, reason=TO_FIX))]
-)
+@pytest.mark.parametrize("what", ["source", "loader"])
 def test_an_interrupted_close_does_not_take_a_running_poller_for_a_dead_one(
     make_scripted: MakeScripted, on_signal: Any, payload_path: Path, what: str
 ) -> None:
@@ -391,7 +387,6 @@ def test_a_dying_poller_releases_kernels_and_is_told_by_the_next_call(
     assert not source.is_open
 
 
-@pytest.mark.xfail(strict=True, reason=TO_FIX)
 def test_the_call_after_a_death_is_told_of_the_death_not_of_an_abort(
     make_scripted: MakeScripted, payload_path: Path
 ) -> None:
@@ -783,9 +778,7 @@ def test_a_forked_child_may_make_its_own_loader(
 # --- leaks -------------------------------------------------------------------------------------
 
 
-def test_fifty_loaders_leave_no_descriptor_and_no_thread(
-    reader: str, payload_path: Path
-) -> None:
+def test_fifty_loaders_leave_no_descriptor_and_no_thread(reader: str, payload_path: Path) -> None:
     def cycle() -> None:
         with gpuq.Loader(
             target="cpu", reader=reader, slots=4, staging_buffers=2, staging_bytes=4096,
@@ -814,8 +807,6 @@ def mappings() -> int:
 def test_a_closed_loader_that_is_still_held_has_no_descriptor(
     reader: str, payload_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if reader == "io_uring":
-        request.applymarker(pytest.mark.xfail(strict=True, reason=TO_FIX))
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     loader = gpuq.Loader(

@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,7 @@ class ReaderChoice:
         """Give back what stands behind it; False where a worker is stuck in a read."""
         if self.ring is not None:
             self.ring.close()
+            self.ring = None
         return self.workers is None or self.workers.stop(_STUCK_SECONDS)
 
 
@@ -203,6 +204,7 @@ class _Outcome:
 
     error: BaseException | None = None
     is_dirty: bool = False
+    is_over: bool = False
 
 
 def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
@@ -219,6 +221,9 @@ def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
     finally:
         if int(load_acquire(poller.control, STATE)) != State.CLOSED:
             serving.raise_state(poller.control, int(State.ABORTED))
+        # Not Thread.is_alive: an exception in a join lets CPython 3.11 believe that a running
+        # thread has ended (python/cpython issue 90882).
+        outcome.is_over = True
 
 
 class Service:
@@ -261,6 +266,8 @@ class Service:
         self._outcome = _Outcome()
         self._reported = False
         self._released = False
+        self._was_started = False
+        self._was_aborted_here = False
         try:
             self.choice = choose_reader(config)
         except BaseException:
@@ -298,6 +305,7 @@ class Service:
                 self.choice.workers.start()
             serving.raise_state(self.control, int(State.RUNNING))
             self._thread.start()
+            self._was_started = True
         except BaseException:
             serving.raise_state(self.control, int(State.ABORTED))
             self.choice.stop()
@@ -318,6 +326,9 @@ class Service:
             raise ForkedError(
                 f"this loader belongs to process {self._pid}; make one in the forked process"
             )
+        if self.state == State.ABORTED and not self._was_aborted_here:
+            # The poller ended the queue; it says why a moment later.
+            self._await_end(_STUCK_SECONDS)
         self.raise_death()
         if self.state >= State.CLOSING:
             raise ClosedError(f"the loader is {self.state.name.lower()}")
@@ -337,7 +348,7 @@ class Service:
     @property
     def is_serving(self) -> bool:
         """Whether the poller's thread is alive in this process."""
-        return os.getpid() == self._pid and self._thread.is_alive()
+        return os.getpid() == self._pid and self._was_started and not self._outcome.is_over
 
     # --- entries ---
 
@@ -364,6 +375,7 @@ class Service:
     def abort(self) -> None:
         """Release every waiting kernel at once; return without waiting for anything."""
         if os.getpid() == self._pid:
+            self._was_aborted_here = True
             serving.raise_state(self.control, int(State.ABORTED))
 
     def close(self) -> None:
@@ -385,8 +397,7 @@ class Service:
         """Wait for the poller's thread and give back what it used."""
         if self._thread is threading.current_thread():
             return
-        while self._thread.is_alive():
-            self._thread.join(0.1)
+        self._await_end(None)
         with self.lock:
             if self._released:
                 return
@@ -394,8 +405,20 @@ class Service:
         if not self.choice.stop() or self.is_dirty:
             keep_forever((self.device, self._memory, self.poller, self.choice))
             return
+        # Views of a ring's memory keep its descriptor.
+        self.poller = self.poller._replace(reader=None, copier=None)
+        self.choice = replace(self.choice, reader=None, ring=None, workers=None)
         self._memory = []
         self.device.close()
+
+    def _await_end(self, seconds: float | None) -> bool:
+        """Wait until the poller's thread is over, for ever with None; False where it is not."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self.is_serving:
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
 
     @property
     def is_dirty(self) -> bool:
@@ -411,9 +434,9 @@ class Service:
         self.abort()
         if os.getpid() != self._pid or self._released:
             return
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_STUCK_SECONDS)
-        if self._thread.is_alive():
+        if self._thread is threading.current_thread():
+            return
+        if not self._await_end(_STUCK_SECONDS):
             self._outcome.is_dirty = True
             keep_forever((self.device, self._memory, self.poller, self.choice))
         else:

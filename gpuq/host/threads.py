@@ -25,6 +25,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import typeof
 
 from gpuq.compiling import compiled, implements, inlined
 from gpuq.host.libc import futex_wait, futex_wake, read_at
@@ -65,6 +66,7 @@ _DONE_BELL = 16
 _SPINS_BEFORE_SLEEP = 128
 _SLEEP_NS = 50_000_000
 _EVERYBODY = 1 << 30
+_LOOK_SECONDS = 0.0002
 
 
 class ThreadsReader(NamedTuple):
@@ -225,22 +227,36 @@ class WorkerThreads:
             words=np.zeros(LINE_WORDS, dtype=np.int64),
             mask=capacity - 1,
         )
+        self._over = 0
+        self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=work, args=(self.reader,), name=f"gpuq-read-{i}", daemon=True)
+            threading.Thread(target=self._run, name=f"gpuq-read-{i}", daemon=True)
             for i in range(threads)
         ]
 
     def start(self) -> None:
-        """Start the threads."""
+        """Compile what they run, then start the threads."""
+        if hasattr(work, "compile"):
+            work.compile((typeof(self.reader),))
         for thread in self._threads:
             thread.start()
+
+    def _run(self) -> None:
+        try:
+            work(self.reader)
+        finally:
+            with self._lock:
+                self._over += 1
 
     def stop(self, timeout: float) -> bool:
         """Stop the threads within `timeout` seconds; False where one is stuck in a read."""
         store_release(self.reader.shared, _STOP, 1)
         _ring(self.reader, _EVERYBODY)
+        started = sum(thread.ident is not None for thread in self._threads)
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        # Not Thread.join: an exception in it lets CPython 3.11 believe that the thread has ended.
+        while self._over < started:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
