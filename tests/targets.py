@@ -1,0 +1,58 @@
+"""Tests that hold on every target: where they run, and how they run again in the simulator.
+
+A test that is marked `everywhere` runs kernels by ``loader.launch``: compiled for the CPU in the
+usual session, and as Python under Numba's simulator in a process of its own, which
+`run_in_the_simulator` starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gpuq
+from gpuq.compiling import SIMULATED
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+TARGET = "simulator" if SIMULATED else "cpu"
+SMALL = {"slots": 16, "staging_buffers": 4, "staging_bytes": 4096, "reader_threads": 3}
+
+_marked: dict[str, list[str]] = {}
+
+
+def everywhere(test: Test) -> Test:
+    """Mark a test for the simulator too."""
+    _marked.setdefault(test.__module__, []).append(test.__name__)
+    return test
+
+
+def examples(most: int) -> int:
+    """How many examples of a property to try: the simulator is some hundred times slower."""
+    return max(most // 6, 5) if SIMULATED else most
+
+
+def open_loader(**given: Any) -> gpuq.Loader:
+    """Make a small loader for the target of this process."""
+    return gpuq.Loader(target=TARGET, **(SMALL | given))
+
+
+def run_in_the_simulator(file: str, module: str) -> None:
+    """Run the tests of a file that are marked `everywhere` with NUMBA_ENABLE_CUDASIM=1."""
+    if SIMULATED:
+        return
+    names = [f"{file}::{name}" for name in _marked[module]]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *names],
+        cwd=Path(file).parent.parent,
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
