@@ -121,6 +121,9 @@ def _flatten(arguments: dict[str, Any]) -> list[str]:
             prefix = "" if numba_type.instance_class is gpuq.Queue else f"{name}."
             for field_name, field_type in zip(numba_type.fields, numba_type.types, strict=True):
                 add(prefix + field_name, field_type)
+        elif isinstance(numba_type, types.BaseTuple):
+            for number, part_type in enumerate(numba_type):
+                add(f"{name}.{number}", part_type)
         else:
             names.append(f"{name}.value")
 

@@ -11,6 +11,7 @@ import inspect
 import re
 from typing import Any
 
+import gpu
 import pytest
 from numba import types
 from numba.cuda.extending import overload
@@ -18,6 +19,7 @@ from ptx import CAPABILITIES, INTEGERS, QUEUE, STREAM, WORDS, Compiled, faults
 
 import gpuq
 from gpuq import kernels
+from gpuq.launching import cuda_kernel
 from gpuq.layout import DESTINATION, SEQUENCE, SOURCE
 from gpuq.ordering import (
     as_word,
@@ -163,6 +165,42 @@ def test_warp_forms_join_their_lanes_between_the_wait_and_the_answer(name, capab
     (result,) = [i for i in ptx.accesses("results") if i.is_store]
     assert any(ptx.is_behind(result, join) for join in joins)
     assert any(i.opcode.startswith("shfl.sync") for i in ptx.instructions)
+
+
+_TYPES_IN_BODIES = {
+    "q": QUEUE,
+    "rows": types.Array(types.int64, 2, "C"),
+    "sums": types.Array(types.int64, 2, "C"),
+    "tile": types.Array(types.uint8, 1, "C"),
+    "words": WORDS,
+    "answers": WORDS,
+    "times_ns": INTEGERS,
+}
+
+
+BODIES_ON_A_GPU = [
+    body
+    for body in vars(gpu).values()
+    if inspect.isfunction(body) and next(iter(inspect.signature(body).parameters), "") == "index"
+]
+
+
+@pytest.mark.parametrize("capability", [CAPABILITIES[0], CAPABILITIES[-1]], ids=["7.5", "12.0"])
+@pytest.mark.parametrize("body", BODIES_ON_A_GPU, ids=lambda body: body.__name__)
+def test_the_bodies_of_the_tests_on_a_gpu_assemble(body, capability):
+    """So that those tests do not fail where a GPU is at hand for want of having been compiled."""
+    parameters = list(inspect.signature(body).parameters)[2:]
+    shape = types.Array(types.int64, 2 if "sums" in parameters else 1, "C")
+    handed = [
+        shape if name == "statuses" else _TYPES_IN_BODIES.get(name, types.int64)
+        for name in parameters
+    ]
+    kernel = cuda_kernel(body).py_func
+    assert Compiled(kernel, {"arguments": types.Tuple(handed)}).cubin(capability)
+
+
+def test_the_bodies_of_the_tests_on_a_gpu_were_found():
+    assert len(BODIES_ON_A_GPU) == 10
 
 
 # --- what is read before and after -------------------------------------------------------------
