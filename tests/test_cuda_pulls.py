@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import WAIT_SECONDS, Mode, note_path, skip_where_refused
+from conftest import WAIT_SECONDS, Mode, note_path, skip_where_refused, until
 from kernels import Compiled, compiled_kernel, pull_slices
 from recording import assert_guards, flag_address, guarded
 
@@ -71,13 +70,6 @@ def make_cuda_loader(
         loader.abort()
         with contextlib.suppress(gpuq.PollerDiedError):
             loader.close()
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.0005)
 
 
 def watch_slices(
@@ -277,7 +269,7 @@ def test_a_lost_context_releases_the_kernel_and_is_raised(
     assert statuses[done - 1] == Status.ABORTED
     assert (statuses[: done - 1] == Status.OK).all()
     assert loader.state == State.ABORTED
-    wait_until(lambda: not loader._service.is_serving, "the poller ends")
+    until(lambda: not loader._service.is_serving, "the poller ends")
     with pytest.raises(gpuq.PollerDiedError, match=f"under a copy: CUresult {result}"):
         loader.synchronize()
     with pytest.raises(gpuq.PollerDiedError):
@@ -300,7 +292,7 @@ def test_a_copy_that_never_ends_holds_nobody_who_gives_up(driver, make_cuda_load
     destination = loader.register(guarded(40_000))
     queue = loader.queue
     ticket = Compiled.post(queue, source.handle, destination.handle, 0, 3000, 0)
-    wait_until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
+    until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
     assert Compiled.wait_for(queue, ticket, 1_000_000) == Status.TIMED_OUT
     loader.abort()
     assert Compiled.wait(queue, ticket) == Status.ABORTED
@@ -321,7 +313,7 @@ def test_a_forgotten_loader_whose_copy_never_ends_keeps_its_memory_and_does_not_
     source = loader.open(content_path)
     destination = loader.register(guarded(40_000))
     Compiled.post(loader.queue, source.handle, destination.handle, 0, 3000, 0)
-    wait_until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
+    until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
     monkeypatch.setattr("gpuq.host.service._STUCK_SECONDS", 0.0)
     service.finish()
     assert service.is_serving
@@ -337,12 +329,12 @@ def test_closing_waits_for_the_copies_under_way(driver, make_cuda_loader, conten
     array = guarded(40_000)
     destination = loader.register(array)
     ticket = Compiled.post(loader.queue, source.handle, destination.handle, 0, 3000, 0)
-    wait_until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
+    until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
     closing = threading.Thread(target=loader.close)
     closing.start()
-    wait_until(lambda: loader.state == State.CLOSING, "closing begins")
+    until(lambda: loader.state == State.CLOSING, "closing begins")
     queries = driver.calls_of(EVENT_QUERY)
-    wait_until(lambda: driver.calls_of(EVENT_QUERY) > queries + 5, "more passes")
+    until(lambda: driver.calls_of(EVENT_QUERY) > queries + 5, "more passes")
     assert closing.is_alive()
     assert not loader._service.device.is_closed
     driver.allow()
@@ -360,11 +352,11 @@ def test_unregistering_waits_for_the_copies_under_way(driver, make_cuda_loader, 
     source = loader.open(content_path)
     destination = loader.register(guarded(40_000))
     ticket = Compiled.post(loader.queue, source.handle, destination.handle, 0, 3000, 0)
-    wait_until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
+    until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
     leaving = threading.Thread(target=destination.unregister)
     leaving.start()
     queries = driver.calls_of(EVENT_QUERY)
-    wait_until(lambda: driver.calls_of(EVENT_QUERY) > queries + 5, "more passes")
+    until(lambda: driver.calls_of(EVENT_QUERY) > queries + 5, "more passes")
     assert leaving.is_alive()
     driver.allow()
     leaving.join(WAIT_SECONDS)
@@ -385,7 +377,7 @@ def test_an_abort_lets_copies_under_way_end_before_memory_goes(
         Compiled.post_at(queue, source.handle, destination.handle, i * 4000, 0, 3000, i)
         for i in range(BUFFERS + 2)
     ]
-    wait_until(lambda: driver.calls_of(MEMCPY_HTOD_ASYNC) == BUFFERS, "all buffers are copied from")
+    until(lambda: driver.calls_of(MEMCPY_HTOD_ASYNC) == BUFFERS, "all buffers are copied from")
     loader.abort()
     assert [Compiled.wait(queue, ticket) for ticket in tickets] == [Status.ABORTED] * len(tickets)
     assert not loader._service.device.is_closed
