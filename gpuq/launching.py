@@ -8,15 +8,21 @@ operating system, a block being one thread. Nothing of CUDA is emulated beyond t
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
+import time
+import types
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+from numba import int64, njit, typeof
 
 from gpuq.compiling import SIMULATED
 from gpuq.host.cuda_device import stream_handle
+
+_LOOK_SECONDS = 0.1
+_KEPT_KERNELS = 256
 
 
 class Launch:
@@ -54,26 +60,47 @@ class Launch:
         except BaseException as error:
             self._errors.append(error)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for all bodies, at most `timeout` seconds in each; False where one still runs.
-
-        Raises
-        ------
-        BaseException
-            What a body raised, the first one's.
-        """
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for all bodies, at most `timeout` seconds; interruptible."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
-            while thread.is_alive():
-                thread.join(0.1 if timeout is None else timeout)
-                if timeout is not None and thread.is_alive():
-                    return False
+            while thread.is_alive() and time.monotonic() < deadline:
+                thread.join(_LOOK_SECONDS)
+
+    def raise_error(self) -> None:
+        """Raise what a body raised, the first one's."""
         if self._errors:
             raise self._errors[0]
-        return True
 
 
-@functools.cache
-def _cpu_runner(body: Callable[..., Any]) -> Any:
+class _Same:
+    """A value that equals only itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _surroundings(body: Callable[..., Any]) -> tuple[_Same, ...]:
+    """Return what the names in a body mean now, all of which compiled code takes for constants.
+
+    A body that names a bound function (`Loader.bind`) must be compiled again when that name was
+    given another one: handles of two loaders are alike, so it would read the wrong file.
+    """
+    if not isinstance(body, types.FunctionType):
+        return ()
+    named = (body.__globals__.get(name) for name in body.__code__.co_names)
+    enclosed = (cell.cell_contents for cell in body.__closure__ or ())
+    return tuple(_Same(value) for value in (*named, *enclosed))
+
+
+@functools.lru_cache(_KEPT_KERNELS)
+def _cpu_runner(body: Callable[..., Any], _surroundings: tuple[_Same, ...]) -> Any:
     compiled_body = body if hasattr(body, "py_func") else njit(nogil=True)(body)
 
     @njit(nogil=True)
@@ -84,9 +111,16 @@ def _cpu_runner(body: Callable[..., Any]) -> Any:
     return run
 
 
-@functools.cache
 def cuda_kernel(body: Callable[..., Any]) -> Any:
-    """Return a `numba.cuda.jit` kernel that runs `body` once for each block; cached by body."""
+    """Return a `numba.cuda.jit` kernel that runs `body` once for each block.
+
+    It is the same as long as the names in the body mean the same.
+    """
+    return _cuda_kernel(body, _surroundings(body))
+
+
+@functools.lru_cache(_KEPT_KERNELS)
+def _cuda_kernel(body: Callable[..., Any], _surroundings: tuple[_Same, ...]) -> Any:
     from numba import cuda
 
     if SIMULATED:
@@ -107,17 +141,20 @@ def cuda_kernel(body: Callable[..., Any]) -> Any:
     return kernel
 
 
+def compile_for_cpu(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return a function that runs `body` on some indices, compiled for these arguments."""
+    run = _cpu_runner(body, _surroundings(body))
+    run.compile((int64, int64, int64, typeof(arguments)))
+    return run
+
+
 def launch_on_cpu(
     body: Callable[..., Any], size: int, arguments: tuple[Any, ...], threads: int | None
 ) -> Launch:
     """Compile `body` for these arguments, then run it for every index on OS threads."""
-    from numba import typeof, types
-
-    run = _cpu_runner(body)
-    index = types.int64
-    run.compile((index, index, index, typeof(arguments)))
+    run = compile_for_cpu(body, arguments)
     most = len(os.sched_getaffinity(0)) if threads is None else threads
-    return Launch(run, size, max(1, min(size, most)), arguments)
+    return Launch(run, size, min(size, most), arguments)
 
 
 def launch_on_cuda(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from gpuq.host.tables import (
 from gpuq.kernels.binding import bind
 from gpuq.kernels.queue import pull
 from gpuq.kernels.stream import MOST_TILE_ROWS, MOST_TILES, STREAM_WORDS, Stream
-from gpuq.launching import Launch, cuda_kernel, launch_on_cpu, launch_on_cuda
+from gpuq.launching import Launch, compile_for_cpu, cuda_kernel, launch_on_cpu, launch_on_cuda
 from gpuq.layout import NO_TICKET, Queue, State
 
 _ABORTED_SECONDS = 10.0
@@ -498,6 +499,9 @@ class Loader:
         if self.target == "cuda" and not hasattr(kernel, "typeof_pyval"):
             self._service.device.prepare(cuda_kernel(kernel), (_handed(arguments),))
             return kernel
+        if self.target == "cpu" and isinstance(kernel, FunctionType):
+            compile_for_cpu(kernel, _handed(arguments))
+            return kernel
         return self._service.device.prepare(kernel, arguments)
 
     def launch(
@@ -517,9 +521,10 @@ class Loader:
             Called as ``body(index, size, *arguments)`` for every index below `size`, compiled
             for the target. On CUDA the index is the block's, and all its threads call it; on the
             CPU a block is one thread. A body must not wait for another: blocks may run one
-            after another. What it returns is dropped.
+            after another. What it returns is dropped. Names in it that are no arguments are
+            constants of the compiled code.
         size : int
-            Blocks.
+            Blocks; with none, nothing is launched.
         *arguments
             What a kernel of the target takes: the queue, arrays of the target, numbers. A
             `Source`, `Destination`, `TileStream` or `Counter` is handed over as its handle.
@@ -532,11 +537,22 @@ class Loader:
 
         Raises
         ------
+        ConfigError
+            A number is out of its range.
         ClosedError, PollerDiedError, ForkedError
             The loader cannot be used any more. Nothing was launched.
+
+        Notes
+        -----
+        What a body raises on the CPU, `synchronize` raises. Its thread runs no further bodies,
+        the others go on.
         """
         self._service.check()
+        if size < 0 or threads_per_block < 1 or (threads is not None and threads < 1):
+            raise ConfigError("a launch has 0 blocks or more, and at least 1 thread")
         handed = _handed(arguments)
+        if size == 0:
+            return
         if self.target == "cpu":
             self._launches.append(launch_on_cpu(body, size, handed, threads))
         else:
@@ -653,23 +669,24 @@ class Loader:
 
         Raises
         ------
+        Exception
+            Whatever a body on the CPU raised: the first error of the oldest launch.
         PollerDiedError
             The poller ended by an error, so kernels got ``Status.ABORTED``.
         """
         try:
             self._service.device.synchronize(stream)
-            while self._launches:
-                self._launches[0].wait()
-                self._launches.pop(0)
+            for launch in tuple(self._launches):
+                launch.join()
+                with contextlib.suppress(ValueError):  # another thread waits too
+                    self._launches.remove(launch)
+                launch.raise_error()
         except KeyboardInterrupt:
             self.abort()
             self._service.device.settle(stream)
             for launch in self._launches:
-                launch.wait(_ABORTED_SECONDS)
+                launch.join(_ABORTED_SECONDS)
             self._launches.clear()
-            raise
-        except BaseException:
-            del self._launches[:1]
             raise
         self._service.raise_death()
 
