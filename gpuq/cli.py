@@ -263,6 +263,42 @@ def race(
             report.fail(fault)
 
 
+@app.command()
+def soak(
+    seconds: Annotated[float, typer.Option(min=0, help="How long.")] = 60.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of every random choice. Default: a new one.", show_default=False),
+    ] = None,
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Where its files are made, and removed. Default: TMPDIR.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of a table, and nothing else.")
+    ] = False,
+) -> None:
+    """Pull random bytes for as long as you like, and check every one, while all is changed.
+
+    Kernels on the CPU target ask for ranges of all sizes, through both readers in turn, while a
+    thread truncates, grows and replaces the files, closes and opens sources, takes destinations
+    away, and ends loaders under running kernels. The content of the files follows from file and
+    offset, so every byte of every destination is checked, and every status that is certain.
+
+    The exit code is 0 if all was right; else 1, with the file, the offset and the seed.
+    """
+    from gpuq.soak.command import soak_loaders
+
+    with _reporting(as_json=False) as report, _told_when_compiling():
+        fault = soak_loaders(seconds, seed, folder, as_json)
+        if fault is not None:
+            report.fail(fault)
+
+
 class _Report:
     """What a command prints, and whether all went well."""
 
