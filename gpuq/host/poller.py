@@ -163,6 +163,7 @@ _LARGEST = np.uint64((1 << 63) - 1)
 _ADMIT_BATCH = 64
 _SWEEP_BATCH = 8
 _REAP_BATCH = 64
+_REAP_BYTES = 256 << 10
 _MOST_INTERRUPTIONS = 1000
 
 # Idling, by passes in a row that did nothing: pause, then yield, then sleep.
@@ -518,13 +519,20 @@ def read_from(p: Any, lease: Any, resumed: Any) -> None:
 
 @inlined
 def reap(p: Any) -> Any:
-    """Take finished reads, up to a batch; return how many."""
+    """Take finished reads, up to a batch of them and of bytes copied; return how many.
+
+    Large reads come back in lots; to copy them all before the next is issued would leave the
+    storage idle.
+    """
+    enough = p.statistics[STATISTICS_BYTES] + _REAP_BYTES
     for reaped in range(_REAP_BATCH):
         lease, result = reap_read(p.reader)
         if lease < 0:
             return reaped
         p.cursor[READS] -= 1
         arrive(p, lease, result)
+        if p.statistics[STATISTICS_BYTES] >= enough:
+            return reaped + 1
     return _REAP_BATCH
 
 

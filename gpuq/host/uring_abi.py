@@ -21,6 +21,9 @@ from gpuq.host.libc import SYS_IO_URING_SETUP, system_call
 OP_READ = 22
 ENTER_GETEVENTS = 1 << 0
 ENTER_EXT_ARG = 1 << 3
+SETUP_COOP_TASKRUN = 1 << 8
+"""Completions wait for the poller's next system call, which is one `relax` away, instead of
+interrupting it while it spins."""
 FEAT_SINGLE_MMAP = 1 << 0
 FEAT_NODROP = 1 << 1
 FEAT_EXT_ARG = 1 << 8
@@ -139,8 +142,12 @@ def map_ring(entries: int) -> MappedRing:
     ReaderUnavailableError
         The system refuses; the message says how and what that usually means.
     """
-    params = _Params()
+    params = _Params(flags=SETUP_COOP_TASKRUN)
     descriptor = system_call(SYS_IO_URING_SETUP, entries, ctypes.addressof(params), 0, 0, 0, 0)
+    if descriptor == -errno.EINVAL:
+        # Before Linux 5.19 there is no such flag.
+        params = _Params()
+        descriptor = system_call(SYS_IO_URING_SETUP, entries, ctypes.addressof(params), 0, 0, 0, 0)
     if descriptor < 0:
         raise ReaderUnavailableError(-descriptor, _explain_refusal(-descriptor))
     try:
