@@ -38,7 +38,7 @@ _MACHINES = {
 }
 _EVERYWHERE = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
 
-_TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parent)
 
 
 # --- system calls that are refused ---
@@ -117,7 +117,7 @@ def run_python(
     timeout : float
         Seconds; reaching it fails the test.
     """
-    prelude = f"import sys; sys.path.insert(0, {_TESTS!r}); import system\n"
+    prelude = f"import sys; sys.path.insert(0, {TESTS!r}); import system\n"
     for name, value in (limits or {}).items():
         prelude += f"import resource; resource.setrlimit(resource.{name}, ({value}, {value}))\n"
     if dropped:
@@ -172,13 +172,57 @@ def loop_device(image: Path, sector_bytes: int = 512) -> Iterator[str]:
 @contextlib.contextmanager
 def ext4(folder: Path, sector_bytes: int = 512, mebibytes: int = 16) -> Iterator[Path]:
     """Mount a fresh ext4 on a loop device below `folder`; give the place."""
-    image = folder / "ext4.img"
+    make = ("mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal")
+    with _fresh(folder, "ext4", make, mebibytes, sector_bytes) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def xfs(folder: Path, mebibytes: int = 320) -> Iterator[Path]:
+    """Mount a fresh xfs on a loop device below `folder`; give the place."""
+    with _fresh(folder, "xfs", ("mkfs.xfs", "-q", "-f", "-K"), mebibytes) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def btrfs(folder: Path, options: str = "", mebibytes: int = 128) -> Iterator[Path]:
+    """Mount a fresh btrfs on a loop device below `folder`; give the place."""
+    make = ("mkfs.btrfs", "-q", "-f", "-K")
+    with _fresh(folder, "btrfs", make, mebibytes, options=options) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def _fresh(
+    folder: Path,
+    kind: str,
+    make: Sequence[str],
+    mebibytes: int,
+    sector_bytes: int = 512,
+    options: str = "",
+) -> Iterator[Path]:
+    image = folder / f"{kind}.img"
     with image.open("wb") as file:
         file.truncate(mebibytes << 20)
     with loop_device(image, sector_bytes) as device:
-        _run_or_skip("mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal", device)
-        with mounted(folder / "ext4", "ext4", device) as place:
+        _run_or_skip(*make, device)
+        with mounted(folder / kind, kind, device, options) as place:
             yield place
+
+
+@contextlib.contextmanager
+def compressed_squashfs(folder: Path, files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Mount a squashfs of `files` as mksquashfs makes it: compressed, tails in fragments."""
+    content, image = folder / "content", folder / "squash.img"
+    content.mkdir()
+    for name, data in files.items():
+        (content / name).write_bytes(data)
+    _run_or_skip("mksquashfs", content, image, "-quiet", "-no-progress", "-processors", 1)
+    with (
+        loop_device(image) as device,
+        mounted(folder / "squashfs", "squashfs", device, "ro") as place,
+    ):
+        yield place
 
 
 @contextlib.contextmanager
