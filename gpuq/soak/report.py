@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +32,7 @@ def show_soak(console: Console, soak: Soak) -> None:
 
 def describe_soak(soak: Soak) -> dict[str, Any]:
     """Return the same, for JSON."""
-    return {"ok": soak.fault is None, **asdict(soak)}
+    return {"ok": soak.fault is None, **vars(soak)}
 
 
 def _verdict(soak: Soak) -> Text:
