@@ -1,0 +1,206 @@
+"""The configurations that are searched: a system, its size, and how far the search goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuq.layout import State, Status
+from gpuq.testing.explore.ledger import ABORTED, OK
+from gpuq.testing.explore.machine import (
+    BROKEN,
+    INTERRUPTED,
+    INVALID_COPY,
+    LOST_COPY,
+    LOST_EVENT,
+    REFUSED,
+    SHORT,
+)
+from gpuq.testing.explore.scenarios import (
+    abandoned,
+    counted,
+    counted_ends,
+    counted_mix,
+    counted_shares,
+    end_of_file,
+    ends,
+    fairness,
+    onlooker,
+    pieces,
+    post_timeout,
+    promised,
+    pulls,
+    reopened,
+    rings,
+    split,
+    try_posts,
+    two_waiters,
+    unregistered,
+    wait_timeout,
+)
+from gpuq.testing.explore.schedule import Bounds
+from gpuq.testing.explore.search import Configuration
+
+_EVERY_STATUS = (OK, int(Status.READ_FAILED))
+_QUICK_TO_SLEEP = {"threads._SPINS_BEFORE_SLEEP": 1}
+_QUICK_TO_WAIT = {**_QUICK_TO_SLEEP, "poller._YIELD_AFTER": 0, "poller._SLEEP_AFTER": 2}
+_EAGER = {"queue._SPINS_PER_LOOK": 1, "counters._SPINS_PER_LOOK": 1}
+"""A spin that looks at STATE only now and then would seem not to wait for it."""
+_RING = {"reader": "threads", "has_poller": False}
+
+_ALL: tuple[tuple[Any, ...], ...] = (
+    # name, fibers, bounds, bounds of the long form, stage, constants
+    ("pull, 1 slot", pulls(2, 2), Bounds(2), Bounds(3), {"capacity": 1}),
+    ("pull, 2 slots", pulls(2, 2), Bounds(2), Bounds(3), {"capacity": 2}),
+    ("pull, 4 slots", pulls(2, 2), Bounds(2), Bounds(3), {"capacity": 4}),
+    ("pull, 3 producers", pulls(3, 1), Bounds(2), Bounds(3), {"capacity": 2}),
+    ("pull, 2**32 tickets", pulls(2, 2), Bounds(1, 1), Bounds(2), {"first": 2**32 - 2}),
+    ("split", split, Bounds(2), Bounds(3), {}),
+    ("two waiters", two_waiters, Bounds(2), Bounds(3), {"capacity": 1}),
+    ("onlooker", onlooker, Bounds(2), Bounds(3), {"capacity": 1}),
+    ("try_post, few slots", try_posts(3), Bounds(2), Bounds(3), {"capacity": 2}),
+    ("try_post, enough slots", try_posts(3), Bounds(1, 1), Bounds(2), {"capacity": 4}),
+    ("post time-out", post_timeout, Bounds(2), Bounds(3), {"capacity": 1}),
+    ("wait time-out", wait_timeout, Bounds(2), Bounds(3), {"capacity": 1}),
+    ("abandoned ticket", abandoned, Bounds(2), Bounds(3), {"capacity": 4}),
+    ("counted", counted, Bounds(2), Bounds(3), {}),
+    ("counted and pulled", counted_mix, Bounds(2), Bounds(3), {"capacity": 1}),
+    ("counted, shared", counted_shares, Bounds(2), Bounds(3), {}),
+    (
+        "pieces, short reads",
+        pieces((1, 10), (12, 13)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {"reader": "device", "read_faults": (SHORT, INTERRUPTED), "must_be_direct": True},
+    ),
+    (
+        "pieces, a broken one",
+        pieces((0, 12), (12, 14), statuses=_EVERY_STATUS),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {"reader": "device", "read_faults": (BROKEN,)},
+    ),
+    (
+        "pieces, no direct reads",
+        pieces((1, 7), (8, 10)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {"reader": "device", "read_faults": (REFUSED,)},
+    ),
+    (
+        "end of file",
+        end_of_file,
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {"file_bytes": 13, "read_faults": (SHORT,), "must_be_direct": True},
+    ),
+    ("fairness", fairness, Bounds(0, 1), Bounds(1, 1), {"buffers": 1}),
+    (
+        "copies",
+        pieces((0, 6), (6, 8), (8, 9)),
+        Bounds(1, 1),
+        Bounds(2),
+        {"reader": "device", "has_engine": True, "capacity": 4},
+    ),
+    (
+        "copies, two producers",
+        pulls(2, 2),
+        Bounds(1, 1),
+        Bounds(2),
+        {"has_engine": True},
+    ),
+    (
+        "copies that fail",
+        pieces((0, 6), (6, 8), statuses=(OK, int(Status.COPY_FAILED))),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {"has_engine": True, "driver_faults": (INVALID_COPY,)},
+    ),
+    (
+        "copies that are lost",
+        pieces((0, 6), (6, 8), statuses=(OK, ABORTED)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=1),
+        {"has_engine": True, "driver_faults": (LOST_COPY, LOST_EVENT), "may_fail": True},
+    ),
+    ("closing", ends(State.CLOSING, rounds=2), Bounds(2), Bounds(3), {}),
+    ("closing, promised", promised, Bounds(1, 1, stale=1), Bounds(2, stale=2), {}),
+    ("abort", ends(State.ABORTED, rounds=2), Bounds(2), Bounds(3), {}),
+    ("closing and abort", ends(State.CLOSING, State.ABORTED), Bounds(2), Bounds(3), {}),
+    (
+        "closing, reads and copies",
+        ends(State.CLOSING, span=6),
+        Bounds(1, 1),
+        Bounds(2),
+        {"reader": "device", "has_engine": True},
+    ),
+    ("abort, copies", ends(State.ABORTED), Bounds(1, 1), Bounds(2), {"has_engine": True}),
+    (
+        "abort, reads and copies",
+        ends(State.ABORTED, span=6),
+        Bounds(1, 1),
+        Bounds(2),
+        {"reader": "device", "has_engine": True},
+    ),
+    ("counted, closing", counted_ends(State.CLOSING), Bounds(2), Bounds(3), {}),
+    ("counted, abort", counted_ends(State.ABORTED), Bounds(2), Bounds(3), {}),
+    ("source closed", reopened, Bounds(2), Bounds(3), {"has_host": True}),
+    (
+        "source closed, reads",
+        reopened,
+        Bounds(1, 1),
+        Bounds(2),
+        {"has_host": True, "reader": "device"},
+    ),
+    (
+        "source closed, stale loads",
+        reopened,
+        Bounds(1, 1, stale=1),
+        Bounds(2, stale=2),
+        {"has_host": True},
+    ),
+    ("destination let go", unregistered, Bounds(2), Bounds(3), {"has_host": True}),
+    ("rings", rings(5), Bounds(2), Bounds(3), _RING, _QUICK_TO_SLEEP),
+    (
+        "rings, one worker",
+        rings(3),
+        Bounds(2),
+        Bounds(3),
+        {**_RING, "workers": 1},
+        _QUICK_TO_SLEEP,
+    ),
+    (
+        "rings, stale loads",
+        rings(4),
+        Bounds(1, 1, stale=1),
+        Bounds(2, stale=1),
+        _RING,
+        _QUICK_TO_SLEEP,
+    ),
+    (
+        "threads reader",
+        pulls(2, 1),
+        Bounds(1, 1),
+        Bounds(2),
+        {"reader": "threads"},
+        _QUICK_TO_SLEEP,
+    ),
+    (
+        "threads reader, waiting",
+        pieces((0, 6), (6, 8)),
+        Bounds(1, 1),
+        Bounds(2),
+        {"reader": "threads"},
+        _QUICK_TO_WAIT,
+    ),
+    ("pull, stale loads", pulls(2, 2), Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
+    ("split, stale loads", split, Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
+    ("counted, stale loads", counted, Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
+    ("closing, stale loads", ends(State.CLOSING), Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
+)
+
+CONFIGURATIONS = {
+    name: Configuration(
+        name, build, short, long, stage, {**_EAGER, **(constants[0] if constants else {})}
+    )
+    for name, build, short, long, stage, *constants in _ALL
+}

@@ -1,0 +1,101 @@
+"""Searches of the interleaving explorer in processes of their own, one for each core."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from gpuq.testing.explore import CONFIGURATIONS, Edit, Explorer, Outcome
+
+MOST_SCHEDULES_OF_LONG_FORM = 200_000
+MOST_SCHEDULES_OF_MUTANT = 20_000
+
+
+@functools.cache
+def pool() -> ProcessPoolExecutor:
+    """Return the processes: new ones, for threads of this one would not survive a fork."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context)
+
+
+def search(name: str, is_long: bool) -> Outcome:
+    """Search a configuration; runs in one of the processes."""
+    configuration = CONFIGURATIONS[name]
+    explorer = Explorer(configuration)
+    if is_long:
+        return explorer.search(configuration.long_bounds, MOST_SCHEDULES_OF_LONG_FORM)
+    return explorer.search(configuration.bounds)
+
+
+def find(name: str, edits: tuple[Edit, ...]) -> Outcome:
+    """Search a mutant for what is wrong with it; runs in one of the processes."""
+    configuration = CONFIGURATIONS[name]
+    return Explorer(configuration, edits).find(configuration.bounds, MOST_SCHEDULES_OF_MUTANT)
+
+
+class Searches:
+    """Searches of configurations: all that will be asked for begin at once.
+
+    Parameters
+    ----------
+    names : iterable of str
+    is_long : bool
+
+    Attributes
+    ----------
+    ran : dict of str to Outcome
+    """
+
+    def __init__(self, names: Iterable[str], *, is_long: bool = False) -> None:
+        self.ran: dict[str, Outcome] = {}
+        self._futures: dict[str, Future[Outcome]] = {
+            name: pool().submit(search, name, is_long) for name in names
+        }
+
+    def outcome(self, name: str) -> Outcome:
+        """Wait for the outcome of a search."""
+        if name not in self.ran:
+            self.ran[name] = self._futures[name].result()
+            print(self.ran[name])
+        return self.ran[name]
+
+    def summary(self) -> list[str]:
+        """Say how much was searched."""
+        if not self.ran:
+            return []
+        outcomes = self.ran.values()
+        bounds = [CONFIGURATIONS[name].bounds.preemptions for name in self.ran]
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        return [
+            f"schedules explored: {sum(outcome.schedules for outcome in outcomes):,} "
+            f"in {len(outcomes)} configurations, preemption bound {max(bounds)}, "
+            f"{sum(outcome.steps for outcome in outcomes):,} memory operations, "
+            f"{seconds:.0f} s of {pool()._max_workers} cores"
+        ]
+
+
+def asked_names(request: pytest.FixtureRequest, fixture: str) -> list[str]:
+    """Return the configurations that the selected tests ask a fixture for, in their order."""
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if fixture in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(names))
+
+
+def print_at_the_end(config: pytest.Config, name: str, lines: Any) -> None:
+    """Have ``lines()`` printed when the tests are over."""
+
+    class Summary:
+        def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+            for line in lines():
+                terminalreporter.write_line(line)
+
+    config.pluginmanager.register(Summary(), name)
