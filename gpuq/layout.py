@@ -62,7 +62,7 @@ COUNTS = 0  # answers << COUNTS_SHIFT | failures among them (release)
 COUNTS_SHIFT = 24
 COUNTS_FAILED_MASK = (1 << COUNTS_SHIFT) - 1
 HISTORY = 1  # statuses of the newest failures, the f-th (from 0) at HISTORY + f % HISTORY_WORDS
-HISTORY_WORDS = COUNTER_WORDS - HISTORY
+HISTORY_WORDS = 4
 
 # What stands in a slot's turn while a counted request holds the slot: nobody waits for its flag,
 # so the next producer of the slot looks at the flag itself.
@@ -195,4 +195,6 @@ assert ((MAX_TICKET + 1) << FLAG_SEQUENCE_SHIFT) | 0xFFFF < 1 << 63
 assert (MAX_GENERATION << HANDLE_INDEX_BITS) | HANDLE_INDEX_MASK < 1 << 63
 assert max(Status) < -NO_TICKET
 assert COUNTED > MAX_TICKET + MAX_CAPACITY
+assert HISTORY + HISTORY_WORDS <= COUNTER_WORDS
+assert (COUNTS_FAILED_MASK + 1) % HISTORY_WORDS == 0, "the number of a failure wraps around"
 assert MAX_CAPACITY & (MAX_CAPACITY - 1) == 0

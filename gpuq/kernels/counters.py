@@ -15,7 +15,8 @@ taken[counter]   waiters                compare-and-swap, device
 The rule for exact answers: wait for all that is outstanding on a counter. A counter says how
 many requests were answered, not which. When a wait takes fewer than were answered, it cannot
 know whose failures it sees; it reports them and leaves them for the next wait too, so that no
-wait says OK over a missing slice.
+wait says OK over a missing slice. Of more than HISTORY_WORDS failures since then, it reports the
+oldest that is still known.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ from gpuq.ordering import (
 _OK = int(Status.OK)
 _PENDING = int(Status.PENDING)
 _BAD_OPTIONS = int(Status.BAD_OPTIONS)
+_STALE = int(Status.STALE)
 _TIMED_OUT = int(Status.TIMED_OUT)
 _ABORTED = int(Status.ABORTED)
 _RUNNING = int(State.RUNNING)
 _CLOSING = int(State.CLOSING)
 
+_ANSWERS_MASK = (1 << (64 - COUNTS_SHIFT)) - 1
 _SPINS_PER_LOOK = 16
 _FOREVER = -1
 _LONGEST_NS = 1 << 61
@@ -121,12 +124,18 @@ def failure_of(q: Any, counter: Any, ordinal: Any) -> Any:
 
 
 @protocol
+def answers_between(taken: Any, answered: Any) -> Any:
+    """Return how many answers lie between two COUNTS words; both may have wrapped around."""
+    return ((answered >> COUNTS_SHIFT) - (taken >> COUNTS_SHIFT)) & _ANSWERS_MASK
+
+
+@protocol
 def take_counts(q: Any, counter: Any, count: Any) -> Any:
-    """Take `count` answers if there are so many: OK, a failure's status, or PENDING."""
+    """Take `count` answers: OK or a failure's status; PENDING: too few; STALE: look again."""
     # Acquire pairs with the poller's release in `count_answer`: the bytes and the history.
     answered = as_signed(load_acquire(q.counters, counter * COUNTER_WORDS + COUNTS))
     taken = as_signed(load_acquire_device(q.taken, counter * LINE_WORDS))
-    there = (answered >> COUNTS_SHIFT) - (taken >> COUNTS_SHIFT)
+    there = answers_between(taken, answered)
     if there < count:
         return _PENDING
     failures = (answered - taken) & COUNTS_FAILED_MASK
@@ -135,7 +144,7 @@ def take_counts(q: Any, counter: Any, count: Any) -> Any:
     now_taken = ((taken >> COUNTS_SHIFT) + count) << COUNTS_SHIFT | failed_after
     seen = compare_exchange(q.taken, counter * LINE_WORDS, as_word(taken), as_word(now_taken))
     if as_signed(seen) != taken:
-        return _PENDING
+        return _STALE
     if failures == 0:
         return _OK
     # The first failure, or the oldest that the history still holds.
@@ -149,16 +158,22 @@ def settle_counter(q: Any, counter: Any, count: Any, timeout_ns: Any) -> Any:
         return _BAD_OPTIONS
     spins = 0
     deadline = 0
+    is_over = False
     while True:
         status = take_counts(q, counter, count)
+        if status == _STALE:
+            # Another waiter took some: so often at most, and what is there may still suffice.
+            continue
         if status != _PENDING:
             return status
+        if is_over:
+            return _ABORTED
         if spins % _SPINS_PER_LOOK == 0:
             state = as_signed(load_acquire(q.control, STATE))
             if state != _RUNNING and state != _CLOSING:
                 # The state is raised after the last answer: look once more.
-                status = take_counts(q, counter, count)
-                return _ABORTED if status == _PENDING else status
+                is_over = True
+                continue
         if timeout_ns >= 0:
             now = clock_ns()
             if spins == 0:
@@ -208,4 +223,4 @@ def poll_counter(q: Any, counter: Any) -> Any:
         return 0
     answered = as_signed(load_acquire(q.counters, number * COUNTER_WORDS + COUNTS))
     taken = as_signed(load_acquire_device(q.taken, number * LINE_WORDS))
-    return (answered >> COUNTS_SHIFT) - (taken >> COUNTS_SHIFT)
+    return answers_between(taken, answered)
