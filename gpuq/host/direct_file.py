@@ -6,6 +6,7 @@ that was opened, not the path: another file that takes the path later is another
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -99,7 +100,10 @@ class OpenFile:
         """Close both descriptors."""
         for descriptor in (self.buffered, self.direct):
             if descriptor >= 0:
-                os.close(descriptor)
+                # close(2) reports the fate of writes, of which there are none, and a file system
+                # whose server is gone; the descriptor is given back in any case.
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
 
 def statx_alignment(descriptor: int) -> tuple[int, int] | None:
@@ -191,10 +195,13 @@ def _open_direct(
         return -1, 1, f"open with O_DIRECT failed: {_name_of(error)}", False
     if size == 0:
         return descriptor, alignment, f"O_DIRECT, offsets of {alignment} bytes ({source})", False
-    refusal = _try_direct_read(descriptor, alignment)
-    if refusal is not None:
+    got = _try_direct_read(descriptor, alignment)
+    # A read that ends inside a block cannot be read on: the same bytes would come again.
+    if isinstance(got, OSError) or got < min(size, alignment):
         os.close(descriptor)
-        return -1, 1, f"a first read with O_DIRECT failed: {_name_of(refusal)}", False
+        if isinstance(got, OSError):
+            return -1, 1, f"a first read with O_DIRECT failed: {_name_of(got)}", False
+        return -1, 1, f"a first read with O_DIRECT brought {got} of {alignment} bytes", False
     return descriptor, alignment, f"O_DIRECT, offsets of {alignment} bytes ({source})", True
 
 
@@ -211,16 +218,15 @@ def _reopen(name: str, buffered: int) -> int:
     return descriptor
 
 
-def _try_direct_read(descriptor: int, alignment: int) -> OSError | None:
+def _try_direct_read(descriptor: int, alignment: int) -> int | OSError:
     with mmap.mmap(-1, max(alignment, mmap.PAGESIZE)) as memory:
         view = memoryview(memory)[:alignment]
         try:
-            os.preadv(descriptor, [view], 0)
+            return os.preadv(descriptor, [view], 0)
         except OSError as error:
             return error
         finally:
             view.release()
-    return None
 
 
 def _name_of(error: OSError) -> str:
