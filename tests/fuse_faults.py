@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ALARM_SECONDS = 100
+ALARM_SECONDS = 600
 """How long the server lives without an order; longer than any wait of a test."""
 
 _BUFFER_BYTES = 1 << 18
@@ -100,11 +100,15 @@ class FaultyFiles:
 
 
 @contextlib.contextmanager
-def serve_faulty_files(place: Path) -> Iterator[FaultyFiles | str]:
-    """Mount and serve a file system on a folder; gives the reason where that is refused."""
+def serve_faulty_files(place: Path, *, in_background: int = 64) -> Iterator[FaultyFiles | str]:
+    """Mount and serve a file system on a folder; gives the reason where that is refused.
+
+    The kernel sends up to `in_background` direct reads at once for which nobody waits
+    (FUSE_ASYNC_DIO); where it is 0, whoever asks for a direct read waits for it.
+    """
     place.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen(
-        [sys.executable, __file__, str(place)],
+        [sys.executable, __file__, str(place), str(in_background)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -183,10 +187,13 @@ class Server:
     ----------
     device : int
         Descriptor of /dev/fuse.
+    in_background : int
+        See `serve_faulty_files`.
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, in_background: int) -> None:
         self._device = device
+        self._in_background = in_background
         self._files: dict[str, File] = {}
         self._numbers: dict[str, int] = {}
 
@@ -252,8 +259,10 @@ class Server:
         if code == _INTERRUPT:
             self._interrupt(*struct.unpack_from("<Q", body))
         elif code == _INIT:
-            flags = struct.unpack_from("<4I", body)[3] & (_ASYNC_READ | _ASYNC_DIO)
-            given = (_MAJOR, _MINOR, 1 << 17, flags, 64, 48, 4096, 1, 0, 0, 0)
+            most = self._in_background
+            flags = struct.unpack_from("<4I", body)[3]
+            flags &= _ASYNC_READ | (_ASYNC_DIO if most else 0)
+            given = (_MAJOR, _MINOR, 1 << 17, flags, most, most, 4096, 1, 0, 0, 0)
             self._answer(unique, struct.pack("<4IHHIIHHI28x", *given))
         elif code == _STATFS:
             self._answer(unique, struct.pack("<5Q4I24x", 0, 0, 0, 0, 0, 4096, 255, 4096, 0))
@@ -337,7 +346,7 @@ def _attributes(number: int, size: int | None) -> bytes:
     return struct.pack("<6Q10I", *words, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
 
 
-def main(place: str) -> None:
+def main(place: str, in_background: str) -> None:
     """Mount, say so, and serve; the process that `serve_faulty_files` starts."""
     signal.alarm(ALARM_SECONDS)
     try:
@@ -352,8 +361,8 @@ def main(place: str) -> None:
         print(json.dumps(f"a FUSE mount is refused here: {os.strerror(number)}"), flush=True)
         return
     print(json.dumps(""), flush=True)
-    Server(device).run()
+    Server(device, int(in_background)).run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
