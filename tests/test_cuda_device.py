@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,12 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "content"
     np.random.default_rng(4).integers(0, 256, 50_000, dtype=np.uint8).tofile(path)
     return path
+
+
+def nap(monkeypatch: pytest.MonkeyPatch, sleep: Any) -> None:
+    """Let the device, and nobody else, sleep by a function of the test."""
+    pretended = types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(cuda_device, "time", pretended)
 
 
 # --- a rehearsal of the main job ----------------------------------------------------------------
@@ -200,7 +208,7 @@ def test_waiting_for_an_arrays_stream_can_be_interrupted(cuda, loader, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_device.time, "sleep", interrupt)
+        nap(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             loader.register(array)
     cuda.runtime.statuses.clear()
@@ -398,7 +406,7 @@ def test_ctrl_c_aborts_lets_the_kernel_return_and_is_raised(cuda, loader, monkey
             cuda.runtime.statuses.clear()
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_device.time, "sleep", sleep)
+        nap(patch, sleep)
         with pytest.raises(KeyboardInterrupt):
             loader.synchronize()
     assert naps == [State.RUNNING] * 3 + [State.ABORTED] * 3
@@ -407,7 +415,7 @@ def test_ctrl_c_aborts_lets_the_kernel_return_and_is_raised(cuda, loader, monkey
 def test_a_kernel_that_does_not_return_is_not_waited_for_for_ever(cuda, loader, monkeypatch):
     cuda.runtime.statuses = [NOT_READY] * 1000
     monkeypatch.setattr(cuda_device, "_ABORTED_SECONDS", 0.0)
-    monkeypatch.setattr(cuda_device.time, "sleep", lambda seconds: None)
+    nap(monkeypatch, lambda seconds: None)
     assert loader._service.device.settle(None) is False
 
 
@@ -478,7 +486,7 @@ def test_an_interrupted_close_frees_nothing_that_a_kernel_may_use(cuda, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_device.time, "sleep", interrupt)
+        nap(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             loader.close()
     allocated = cuda.runtime.names().count("hostAlloc")
