@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +140,37 @@ def run_python(
 
 
 # --- file systems ---
+
+
+class TriedFileSystems:
+    """Which file systems were tried and which were not; printed at the end of the run."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+        self.skipped: dict[str, str] = {}
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        skipped = [f"{kind} ({reason})" for kind, reason in self.skipped.items()]
+        terminalreporter.write_line(
+            f"file systems tried: {', '.join(self.tried) or 'none'}; "
+            f"skipped: {', '.join(skipped) or 'none'}"
+        )
+
+
+@contextlib.contextmanager
+def noted_try(config: pytest.Config, kind: str) -> Iterator[None]:
+    """Note that a file system is made inside, or why that is skipped."""
+    name = TriedFileSystems.__name__
+    noted = config.pluginmanager.get_plugin(name)
+    if noted is None:
+        noted = TriedFileSystems()
+        config.pluginmanager.register(noted, name)
+    try:
+        yield
+    except pytest.skip.Exception as skip:
+        noted.skipped[kind] = str(skip)
+        raise
+    noted.tried.append(kind)
 
 
 def need_mounts() -> None:

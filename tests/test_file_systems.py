@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import system
@@ -89,28 +88,6 @@ KINDS: Mapping[str, Callable[[Path], Making]] = {
 READ_ONLY = ("squashfs", "squashfs-gzip")
 
 
-class Tried:
-    """Which file systems were tried and which were not; printed at the end of the run."""
-
-    def __init__(self) -> None:
-        self.tried: list[str] = []
-        self.skipped: dict[str, str] = {}
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        skipped = [f"{kind} ({reason})" for kind, reason in self.skipped.items()]
-        terminalreporter.write_line(
-            f"file systems tried: {', '.join(self.tried) or 'none'}; "
-            f"skipped: {', '.join(skipped) or 'none'}"
-        )
-
-
-@pytest.fixture(scope="module")
-def tried(request: pytest.FixtureRequest) -> Tried:
-    seen = Tried()
-    request.config.pluginmanager.register(seen)
-    return seen
-
-
 @dataclass(frozen=True)
 class Mounted:
     kind: str
@@ -119,17 +96,13 @@ class Mounted:
 
 @pytest.fixture(params=KINDS, scope="module")
 def file_system(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tried: Tried
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mounted]:
     """Each file system that this machine can mount, with `FILES` on it."""
     kind = request.param
     with contextlib.ExitStack() as stack:
-        try:
+        with system.noted_try(request.config, kind):
             place = stack.enter_context(KINDS[kind](tmp_path_factory.mktemp("file-system")))
-        except pytest.skip.Exception as skip:
-            tried.skipped[kind] = str(skip)
-            raise
-        tried.tried.append(kind)
         yield Mounted(kind, place)
 
 

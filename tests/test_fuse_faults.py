@@ -32,10 +32,13 @@ DIRECT = ("auto", "off")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyFiles]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultyFiles]:
     with serve_faulty_files(tmp_path_factory.mktemp("fuse") / "files") as files:
-        if isinstance(files, str):
-            pytest.skip(files)
+        with system.noted_try(request.config, "FUSE"):
+            if isinstance(files, str):
+                pytest.skip(files)
         yield files
 
 
