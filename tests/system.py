@@ -344,4 +344,5 @@ def _run_or_skip(*command: object) -> str:
     except FileNotFoundError:
         pytest.skip(f"{command[0]} is not installed")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"{command[0]} is refused here: {error.stderr.strip() or error}")
+        said = error.stderr.strip().partition("\n")[0]
+        pytest.skip(f"{command[0]} is refused here: {said or error}")
