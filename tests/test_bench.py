@@ -176,7 +176,10 @@ def test_ratios_are_taken_pair_by_pair() -> None:
 
 def test_figures_of_fio_are_read_behind_its_notes() -> None:
     job = {
-        "error": 0, "usr_cpu": 10.0, "sys_cpu": 40.0, "job_runtime": 2000,
+        "error": 0,
+        "usr_cpu": 10.0,
+        "sys_cpu": 40.0,
+        "job_runtime": 2000,
         "read": {"total_ios": 500, "runtime": 2000},
     }
     output = "note: both iodepth >= 1 and synchronous I/O engine\n" + json.dumps({"jobs": [job]})

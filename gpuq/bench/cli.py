@@ -38,18 +38,19 @@ Keep = Annotated[bool, typer.Option("--keep", help="Keep the file that was made.
 Seconds = Annotated[float, typer.Option(min=0.001, help="Of one sample.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each contestant.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
-Reader = Annotated[
-    str, typer.Option(callback=_one_of(READERS), help="auto, io_uring or threads.")
-]
-Direct = Annotated[
-    str, typer.Option(callback=_one_of(DIRECT_MODES), help="auto, require or off.")
-]
+Reader = Annotated[str, typer.Option(callback=_one_of(READERS), help="auto, io_uring or threads.")]
+Direct = Annotated[str, typer.Option(callback=_one_of(DIRECT_MODES), help="auto, require or off.")]
 _GIB = 1 << 30
 
 
 @contextmanager
 def _bench(
-    name: str, file: Path | None, size: int, directory: Path, keep: bool, json_file: Path | None,
+    name: str,
+    file: Path | None,
+    size: int,
+    directory: Path,
+    keep: bool,
+    json_file: Path | None,
     settings: dict[str, Any],
 ) -> Iterator[tuple[Path, int, list[Any]]]:
     """Yield the file, its bytes, and a list to put the result in; then write the report.
@@ -89,8 +90,10 @@ def io(
     ] = None,
     reader: Annotated[
         list[str] | None,
-        typer.Option(callback=lambda value: _one_of(READERS)(value or []),
-                     help="auto, io_uring or threads; may be repeated."),
+        typer.Option(
+            callback=lambda value: _one_of(READERS)(value or []),
+            help="auto, io_uring or threads; may be repeated.",
+        ),
     ] = None,
     direct: Direct = "auto",
     json_file: Json = None,
@@ -102,7 +105,11 @@ def io(
 
     depths, readers = depth or list(bench.DEPTHS), reader or ["auto"]
     settings = {
-        "seconds": seconds, "rounds": rounds, "depths": depths, "readers": readers, "direct": direct
+        "seconds": seconds,
+        "rounds": rounds,
+        "depths": depths,
+        "readers": readers,
+        "direct": direct,
     }
     with _bench("io", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
         if find_fio() is None:
@@ -110,8 +117,14 @@ def io(
         with console.status("measuring") as status:
             result.append(
                 bench.measure(
-                    path, nbytes, depths=depths, readers=readers, direct=direct,
-                    seconds=seconds, rounds=rounds, watch=status.update,
+                    path,
+                    nbytes,
+                    depths=depths,
+                    readers=readers,
+                    direct=direct,
+                    seconds=seconds,
+                    rounds=rounds,
+                    watch=status.update,
                 )
             )
         bench.show(result[0])
@@ -158,7 +171,9 @@ def memory(
 
     settings = {"rounds": rounds, "reader": reader, "direct": direct}
     with _bench("memory", file, size, directory, keep, json_file, settings) as (
-        path, nbytes, result,
+        path,
+        nbytes,
+        result,
     ):
         result.append(bench.measure(path, nbytes, reader=reader, direct=direct, rounds=rounds))
         bench.show(result[0])
@@ -180,7 +195,9 @@ def start(
 
     settings = {"rounds": rounds, "cold": cold}
     with _bench("start", file, 1 << 20, directory, keep, json_file, settings) as (
-        path, _, result,
+        path,
+        _,
+        result,
     ):
         result.append(bench.measure(path, rounds=rounds, cold=cold))
         bench.show(result[0])
@@ -203,12 +220,21 @@ def idle(
     from gpuq.bench import idle as bench
 
     settings = {
-        "seconds": seconds, "rounds": rounds, "rest": rest, "reader": reader, "direct": direct
+        "seconds": seconds,
+        "rounds": rounds,
+        "rest": rest,
+        "reader": reader,
+        "direct": direct,
     }
     with _bench("idle", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
         result.append(
             bench.measure(
-                path, nbytes, reader=reader, direct=direct, seconds=seconds, rounds=rounds,
+                path,
+                nbytes,
+                reader=reader,
+                direct=direct,
+                seconds=seconds,
+                rounds=rounds,
                 idle_seconds=rest,
             )
         )

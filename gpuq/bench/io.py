@@ -135,7 +135,13 @@ def show(results: Sequence[dict[str, Any]]) -> None:
             )
         )
     columns = (
-        "depth", "gpuq IOPS", "fio IOPS", "ratio", "MB/s", "core-s/M gpuq", "fio",
+        "depth",
+        "gpuq IOPS",
+        "fio IOPS",
+        "ratio",
+        "MB/s",
+        "core-s/M gpuq",
+        "fio",
     )
     table("Reads through the queue beside fio: medians, ratio pair by pair", columns, rows)
     others = Spread.of([result["others_cores"].median for result in results])

@@ -24,8 +24,19 @@ def next_random(state: Any) -> Any:
 
 
 @njit(nogil=True)
-def read_blocks(q: Any, source: Any, destination: Any, block_bytes: Any, blocks: Any, depth: Any,
-                begin_ns: Any, duration_ns: Any, most: Any, seed: Any, tickets: Any) -> Any:
+def read_blocks(
+    q: Any,
+    source: Any,
+    destination: Any,
+    block_bytes: Any,
+    blocks: Any,
+    depth: Any,
+    begin_ns: Any,
+    duration_ns: Any,
+    most: Any,
+    seed: Any,
+    tickets: Any,
+) -> Any:
     """Keep `depth` requests in flight, waiting for the oldest, until the time or `most` is over.
 
     Parameters
@@ -81,8 +92,15 @@ def read_blocks(q: Any, source: Any, destination: Any, block_bytes: Any, blocks:
 
 
 @njit(nogil=True)
-def time_pulls(q: Any, source: Any, destination: Any, block_bytes: Any, blocks: Any, seed: Any,
-               latencies_ns: Any) -> Any:
+def time_pulls(
+    q: Any,
+    source: Any,
+    destination: Any,
+    block_bytes: Any,
+    blocks: Any,
+    seed: Any,
+    latencies_ns: Any,
+) -> Any:
     """Pull random blocks one by one and write how long each took; stop at a bad status."""
     random = np.uint64(seed)
     for i in range(len(latencies_ns)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import resource
 import shutil
 import statistics
 import time
@@ -122,7 +122,9 @@ class Meter:
 
 
 def _own_cpu_seconds() -> float:
-    return sum(os.times()[:4])
+    # os.times counts in clock ticks of 10 ms, too coarse for an idle loader.
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
@@ -134,12 +136,13 @@ def resident_bytes(name: str = "VmRSS") -> int:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are figures."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    """Print a table under its title; the first column is text, the others are figures."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
         made.add_column(column, justify="left" if position == 0 else "right", no_wrap=True)
     for row in rows:
         made.add_row(*row)
+    console.print(f"\n{title}")
     console.print(made)
 
 

@@ -51,9 +51,7 @@ class Reading:
         self.work = work
         self.loader = loader
         self.source = loader.open(path, direct=direct)
-        self.destination = loader.register(
-            np.zeros(work.block_bytes * work.depth, dtype=np.uint8)
-        )
+        self.destination = loader.register(np.zeros(work.block_bytes * work.depth, dtype=np.uint8))
         self.blocks = nbytes // work.block_bytes
         self.tickets = np.zeros(work.depth, dtype=np.int64)
 
@@ -89,9 +87,7 @@ class Reading:
 
 
 @contextmanager
-def reading(
-    path: Path, nbytes: int, work: Work, *, reader: str, direct: str
-) -> Iterator[Reading]:
+def reading(path: Path, nbytes: int, work: Work, *, reader: str, direct: str) -> Iterator[Reading]:
     """Open a loader for one sample, so that none idles beside another contestant's sample."""
     with Loader(target="cpu", reader=reader, direct=direct) as loader:
         made = Reading(loader, path, nbytes, work, direct)
