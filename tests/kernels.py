@@ -112,9 +112,27 @@ def wait_in_steps_body(q, ticket, step_ns, words):
         store_release(words, 0, load_acquire(words, 0) + as_word(1))
 
 
+def post_many_body(q, gate, tickets):
+    """Spin until ``gate[0]`` is set, then post as many requests as there are `tickets`."""
+    while load_acquire(gate, 0) == 0:
+        pass
+    for i in range(len(tickets)):
+        tickets[i] = gpuq.try_post(q, 1, 2, 3, 4, i)
+
+
+def wait_many_body(q, gate, statuses):
+    """Spin until ``gate[0]`` is set, then wait for tickets 0, 1, 2, ... in turn."""
+    while load_acquire(gate, 0) == 0:
+        pass
+    for ticket in range(len(statuses)):
+        statuses[ticket] = gpuq.wait(q, ticket)
+
+
 pull_slices = compiled_kernel(pull_slices_body)
 pull_until_refused = compiled_kernel(pull_until_refused_body)
 wait_in_steps = compiled_kernel(wait_in_steps_body)
+post_many = compiled_kernel(post_many_body)
+wait_many = compiled_kernel(wait_many_body)
 
 
 # The protocol's functions one by one, callable from Python in their compiled form.

@@ -14,7 +14,7 @@ import pytest
 from conftest import WAIT_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import Compiled, Plain, wait_in_steps
+from kernels import Compiled, Plain, post_many, wait_in_steps, wait_many
 from stepping import answer, bare_queue
 
 from gpuq.layout import (
@@ -207,25 +207,28 @@ def test_a_post_that_waits_is_released_by_an_abort() -> None:
     assert results == [-Status.ABORTED]
 
 
-@pytest.mark.parametrize("threads", [2, 5])
+def run_at_once(kernel: Any, q: Queue, outputs: list[Any]) -> None:
+    """Run a compiled kernel in one thread for each output, let go together."""
+    gate = np.zeros(1, dtype=np.uint64)
+    threads = [threading.Thread(target=kernel, args=(q, gate, output)) for output in outputs]
+    for thread in threads:
+        thread.start()
+    gate[0] = 1
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
 def test_threads_that_post_at_once_get_different_tickets(threads: int) -> None:
-    q = bare_queue(512)
-    share = 512 // threads
-    gate = threading.Barrier(threads)
-    taken: list[list[int]] = [[] for _ in range(threads)]
-
-    def run(mine: list[int]) -> None:
-        gate.wait(WAIT_SECONDS)
-        for _ in range(share):
-            mine.append(Compiled.try_post(q, 1, 2, 3, 4, 0))
-
-    workers = [threading.Thread(target=run, args=(mine,)) for mine in taken]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(WAIT_SECONDS)
-    assert sorted(t for mine in taken for t in mine) == list(range(share * threads))
-    assert q.tail[0] == share * threads
+    post_many(bare_queue(1), np.ones(1, np.uint64), np.zeros(1, np.int64))  # compiled by now
+    for _ in range(10):
+        q = bare_queue(16_384)
+        tickets = [np.zeros(5000, dtype=np.int64) for _ in range(threads)]
+        run_at_once(post_many, q, tickets)
+        assert sorted(np.concatenate(tickets)) == list(range(5000 * threads))
+        assert q.tail[0] == 5000 * threads
+        assert (np.diff(tickets) > 0).all()
 
 
 # --- poll and wait -----------------------------------------------------------------------------
@@ -376,25 +379,16 @@ def test_a_waiting_thread_is_released_by_an_abort() -> None:
 
 
 def test_of_many_waiters_for_one_ticket_one_gets_the_answer() -> None:
-    for _ in range(30):
-        q = bare_queue(2)
-        ticket = Compiled.post(q, 1, 2, 3, 4, 0)
-        results: list[int] = []
-        gate = threading.Barrier(4)
-
-        def run(q: Queue = q, ticket: int = ticket, gate: Any = gate, results: Any = results):
-            gate.wait(WAIT_SECONDS)
-            results.append(Compiled.wait(q, ticket))
-
-        threads = [threading.Thread(target=run) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        gate.wait(WAIT_SECONDS)
-        answer(q, ticket, Status.OK)
-        for thread in threads:
-            thread.join(WAIT_SECONDS)
-        assert sorted(results) == [Status.OK, Status.STALE, Status.STALE]
-        assert [int(turn) for turn in q.turns] == [ticket + 2, 1]
+    wait_many(bare_queue(1), np.ones(1, np.uint64), np.zeros(0, np.int64))  # compiled by now
+    for _ in range(10):
+        q = bare_queue(8192)
+        for ticket in range(8192):
+            answer(q, ticket, Status.OK)
+        q.tail[0] = 8192
+        statuses = np.zeros((2, 8192), dtype=np.int64)
+        run_at_once(wait_many, q, list(statuses))
+        assert (np.sort(statuses, axis=0).T == [Status.OK, Status.STALE]).all()
+        np.testing.assert_array_equal(q.turns, np.arange(8192, 2 * 8192))
 
 
 @pytest.mark.parametrize("kind", [np.uint64, np.int64, np.int32, np.uint32])

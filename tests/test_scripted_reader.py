@@ -306,6 +306,18 @@ def test_the_first_failure_is_the_one_that_counts(stepper: Any) -> None:
     assert s.flag(ticket) == (Status.READ_FAILED, errno.EIO)
 
 
+def test_a_copy_that_fails_after_a_read_did_does_not_count(stepper: Any) -> None:
+    script = [WHOLE, (FAIL, errno.EIO), WHOLE]
+    s = stepper(DATA, script, copies=[copiers.LATE_FAILURE])
+    ticket = s.post(0, 2 * BUFFER)
+    s.run()
+    assert s.status(ticket) == Status.PENDING, "its copy is under way"
+    s.copier.ends[:] = 1
+    s.run()
+    assert s.flag(ticket) == (Status.READ_FAILED, errno.EIO)
+    s.assert_at_rest()
+
+
 def test_a_failed_request_with_pieces_left_to_issue_is_answered_once(stepper: Any) -> None:
     # Five pieces, two leases: it fails while it still stands in the ring of requests to issue.
     s = stepper(DATA, [(FAIL, errno.EIO), WHOLE], buffers=2, capacity=2)
@@ -367,6 +379,17 @@ def test_einval_after_a_short_direct_read_reads_the_span_again(stepper: Any) -> 
     assert s.status(ticket) == Status.OK
     s.assert_only(0, DATA[100:1200])
     assert s.log()[2, readers.OFFSET] == s.log()[0, readers.OFFSET]
+
+
+def test_the_buffered_read_after_einval_may_be_shorter_than_the_direct_one_was(
+    stepper: Any,
+) -> None:
+    # What the direct read brought does not count: 300 bytes are progress, not the end of the file.
+    s = stepper(DATA, [(READ, 600), (FAIL, errno.EINVAL), (READ, 300), WHOLE])
+    ticket = s.post(100, 1200)
+    s.run()
+    assert s.status(ticket) == Status.OK
+    s.assert_only(0, DATA[100:1200])
 
 
 def test_einval_of_a_buffered_read_is_a_failed_read(stepper: Any) -> None:
@@ -525,21 +548,22 @@ def test_submissions_published_out_of_order_are_all_admitted(stepper: Any) -> No
     s.assert_only(0, np.tile(DATA[100:110], 8))
 
 
-def test_what_a_kernel_rewrites_after_admission_changes_nothing(stepper: Any) -> None:
-    s = stepper(DATA, capacity=2)
+@pytest.mark.parametrize("word", range(SUBMISSION_WORDS))
+@pytest.mark.parametrize("value", [0, 1, 5000, (1 << 64) - 1])
+def test_what_a_kernel_rewrites_after_admission_changes_nothing(
+    stepper: Any, word: int, value: int
+) -> None:
+    # One buffer and three pieces: two are issued after the words were rewritten.
+    s = stepper(DATA, capacity=2, buffers=1)
     s.reader.words[readers.GATE] = 1
-    ticket = s.post(100, 200, 10)
+    ticket = s.post(100, 100 + 2 * BUFFER + 9, 10)
     s.step()
-    slot = ticket % 2
-    rng = np.random.default_rng(1)
-    s.queue.submissions[slot * SUBMISSION_WORDS : (slot + 1) * SUBMISSION_WORDS] = rng.integers(
-        0, 1 << 64, SUBMISSION_WORDS, dtype=np.uint64
-    )
+    s.queue.submissions[ticket % 2 * SUBMISSION_WORDS + word] = value
     s.step()
     s.reader.words[readers.GATE] = 0
     s.run()
     assert s.status(ticket) == Status.OK
-    s.assert_only(10, DATA[100:200])
+    s.assert_only(10, DATA[100 : 100 + 2 * BUFFER + 9])
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 8])
@@ -579,22 +603,21 @@ def test_a_submission_for_a_slot_in_use_waits_for_the_answer(stepper: Any) -> No
 
 WORD = st.one_of(
     st.integers(0, (1 << 64) - 1),
-    st.integers(0, 70_000),
     st.integers(-5000, -1).map(lambda n: n + (1 << 64)),
     st.sampled_from([1 << 62, (1 << 63) - 1, 1 << 63, 1 << 32, (1 << 64) - 1]),
 )
+HANDLE = st.one_of(st.just(-1), st.just(-1), WORD, st.integers(0, 5))
+# Near the size of the data and of the destination, mostly.
+NUMBER = st.one_of(st.integers(0, 20_100), st.integers(65_000, 66_000), st.just(0), WORD)
 
 
 @given(
     rows=st.lists(
-        st.tuples(
-            st.one_of(WORD, st.just(-1)), st.one_of(WORD, st.just(-1)), WORD, WORD, WORD, WORD,
-            st.one_of(st.just(0), WORD),
-        ),
+        st.tuples(HANDLE, HANDLE, NUMBER, NUMBER, NUMBER, WORD, st.one_of(st.just(0), WORD)),
         min_size=1,
         max_size=8,
     )
-)  # fmt: skip
+)
 def test_whatever_stands_in_the_queue_the_host_stays_within_bounds(rows: list[Any]) -> None:
     """Random words; -1 stands for the right handle, so that the checks behind it are reached."""
     s = Stepper(DATA, size=1 << 50)
