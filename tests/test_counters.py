@@ -258,6 +258,28 @@ def test_no_answer_is_taken_twice(stepper: Stepper, monkeypatch: pytest.MonkeyPa
     assert gpuq.poll_counter(stepper.queue, COUNTER) == 1
 
 
+@pytest.mark.parametrize("load", ["load_acquire", "load_acquire_device"])
+def test_answers_that_were_taken_between_two_loads_are_not_there(
+    stepper: Stepper, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    """Fewer seem answered than taken; as a number without a sign that is very many."""
+    real = getattr(counters, load)
+    answer(stepper, Status.OK)
+    others = []
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(counters, load, real)
+        seen = real(*arguments)
+        answer(stepper, Status.OK)
+        others.append(gpuq.wait_counter(stepper.queue, COUNTER, 2))
+        return seen
+
+    monkeypatch.setattr(counters, load, late)
+    assert gpuq.wait_counter_for(stepper.queue, COUNTER, 1, 0) == Status.TIMED_OUT
+    assert others == [Status.OK]
+    assert taken(stepper.queue) == 2
+
+
 @pytest.mark.parametrize("state", [State.CLOSED, State.ABORTED])
 def test_an_outrun_waiter_gets_what_is_left_when_the_queue_has_ended(
     stepper: Stepper, monkeypatch: pytest.MonkeyPatch, state: State

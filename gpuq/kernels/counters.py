@@ -130,11 +130,22 @@ def answers_between(taken: Any, answered: Any) -> Any:
 
 
 @protocol
-def take_counts(q: Any, counter: Any, count: Any) -> Any:
-    """Take `count` answers: OK or a failure's status; PENDING: too few; STALE: look again."""
+def load_counts(q: Any, counter: Any) -> Any:
+    """Load what was taken of a counter and what was answered, in this order.
+
+    So no fewer are answered than taken: whoever took them had seen them answered, and the acquire
+    pairs with its compare-and-swap.
+    """
+    taken = as_signed(load_acquire_device(q.taken, counter * LINE_WORDS))
     # Acquire pairs with the poller's release in `count_answer`: the bytes and the history.
     answered = as_signed(load_acquire(q.counters, counter * COUNTER_WORDS + COUNTS))
-    taken = as_signed(load_acquire_device(q.taken, counter * LINE_WORDS))
+    return taken, answered
+
+
+@protocol
+def take_counts(q: Any, counter: Any, count: Any) -> Any:
+    """Take `count` answers: OK or a failure's status; PENDING: too few; STALE: look again."""
+    taken, answered = load_counts(q, counter)
     there = answers_between(taken, answered)
     if there < count:
         return _PENDING
@@ -221,6 +232,5 @@ def poll_counter(q: Any, counter: Any) -> Any:
     number = as_signed(counter)
     if not is_counter(q, number):
         return 0
-    answered = as_signed(load_acquire(q.counters, number * COUNTER_WORDS + COUNTS))
-    taken = as_signed(load_acquire_device(q.taken, number * LINE_WORDS))
+    taken, answered = load_counts(q, number)
     return answers_between(taken, answered)
