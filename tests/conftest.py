@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from stepping import Stepper
 
 import gpuq
 from gpuq.host import service
@@ -28,7 +29,6 @@ settings.load_profile("gpuq")
 
 WAIT_SECONDS = 60.0
 """Bound of every wait for a condition; reaching it is a failure."""
-
 
 
 def until(condition: Callable[[], Any], what: str = "") -> None:
@@ -147,6 +147,20 @@ def make_scripted(
         lambda: [reader.words.__setitem__(readers.GATE, 0) for reader in made]
     )
     return make
+
+
+@pytest.fixture
+def stepper() -> Iterator[Callable[..., Stepper]]:
+    """Make pollers that are driven by hand."""
+    made = []
+
+    def make(*arguments: Any, **given: Any) -> Stepper:
+        made.append(Stepper(*arguments, **given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 @pytest.fixture

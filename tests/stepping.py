@@ -33,6 +33,9 @@ ALIGNMENT = 512
 DIRECT_NUMBER = 1_000_000
 """A descriptor that nothing opens: the scripted reader only writes it down."""
 GUARD = 0xEE
+BUFFER = 4096
+"""Bytes of a staging buffer."""
+DATA = np.random.default_rng(7).integers(0, 256, 20_011, dtype=np.uint8)
 COUNTERS = 4
 
 
@@ -90,7 +93,7 @@ class Stepper:
         copies: Any = (copiers.AT_ONCE,),
         capacity: int = 8,
         buffers: int = 4,
-        buffer_bytes: int = 4096,
+        buffer_bytes: int = BUFFER,
         room: int = 1 << 16,
         size: int | None = None,
         direct: bool = True,

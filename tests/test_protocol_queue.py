@@ -461,8 +461,7 @@ def test_any_sequence_of_calls_does_what_a_simple_model_says(
                 tickets[pick] = "consumed"
         elif action == "poll":
             overwritten = any(
-                t > pick and (t - pick) % capacity == 0 and tickets[t] != "posted"
-                for t in tickets
+                t > pick and (t - pick) % capacity == 0 and tickets[t] != "posted" for t in tickets
             )
             if what == "unknown" or (what == "consumed" and overwritten):
                 expected = Status.STALE

@@ -161,7 +161,12 @@ def test_more_requests_than_slots_over_several_laps(pulls: Pulls, payload: Any) 
 
 @pytest.mark.parametrize(("slots", "buffers"), [(1, 1), (2, 1), (1, 3), (4, 2)])
 def test_the_smallest_queues(
-    mode: Mode, payload_path: Path, payload: Any, make_loader: Any, opened: Any, slots: int,
+    mode: Mode,
+    payload_path: Path,
+    payload: Any,
+    make_loader: Any,
+    opened: Any,
+    slots: int,
     buffers: int,
 ) -> None:
     loader = make_loader(

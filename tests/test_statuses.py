@@ -177,9 +177,7 @@ def test_out_of_bounds_of_what_the_source_allows(
             assert setting.pull(start, end, source=allowed.handle) == Status.OUT_OF_BOUNDS
         for start, end in [(1000, 1001), (8999, 9000), (1000, 9000), (9000, 9000)]:
             assert setting.pull(start, end, source=allowed.handle) == Status.OK
-            np.testing.assert_array_equal(
-                setting.array[64 : 64 + end - start], payload[start:end]
-            )
+            np.testing.assert_array_equal(setting.array[64 : 64 + end - start], payload[start:end])
     finally:
         allowed.close()
         setting.array[:] = GUARD
@@ -215,7 +213,12 @@ def test_an_all_zero_request_is_answered_and_does_not_stall_the_queue(
 ])  # fmt: skip
 @pytest.mark.parametrize("nbytes", [100, 3 * 4096])
 def test_read_failed_carries_the_systems_errno(
-    setting: Setting, payload: Any, payload_path: Path, tmp_path: Path, flags: int, number: int,
+    setting: Setting,
+    payload: Any,
+    payload_path: Path,
+    tmp_path: Path,
+    flags: int,
+    number: int,
     nbytes: int,
 ) -> None:
     source = setting.loader.open(payload_path)

@@ -68,9 +68,7 @@ def make_scripted_copier(leases: int, script: Any = (AT_ONCE,)) -> ScriptedCopie
 
 
 @implements(start_copy, ScriptedCopier)
-def _start(
-    copier: Any, lease: Any, kind: Any, destination: Any, source: Any, nbytes: Any
-) -> Any:
+def _start(copier: Any, lease: Any, kind: Any, destination: Any, source: Any, nbytes: Any) -> Any:
     number = copier.words[STARTED]
     what = copier.script[min(number, len(copier.script) - 1)]
     store_release(copier.words, STARTED, number + 1)

@@ -91,8 +91,9 @@ def make_scripted_reader(
 
 
 @implements(submit_read, ScriptedReader)
-def _submit(reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any,
-            nbytes: Any) -> None:
+def _submit(
+    reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any, nbytes: Any
+) -> None:
     words = reader.words
     number = words[SUBMITTED]
     entry = reader.log[number % len(reader.log)]
