@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType, TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from gpuq.errors import (
 )
 from gpuq.host.device import CpuDevice, Device, SimulatorDevice
 from gpuq.host.direct_file import OpenFile, open_file
+from gpuq.host.interrupting import acting_at_interrupt
 from gpuq.host.service import Service, Statistics, keep_forever
 from gpuq.host.tables import (
     ADDRESS,
@@ -339,6 +341,7 @@ class Loader:
                 raise SourceError(
                     f"{file.path}: {self.config.sources} sources are open already (setting sources)"
                 )
+            self._service.choice.note(file)
             handle = self._service.sources.publish(
                 index,
                 {
@@ -689,6 +692,16 @@ class Loader:
             self._launches.clear()
             raise
         self._service.raise_death()
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Let Ctrl-C abort the queue while the main thread itself runs a compiled kernel.
+
+        Python's own handler cannot run before such a kernel has returned. Inside this ``with``
+        a thread sees the signal at once and aborts, so that a kernel that waits returns, with
+        ``Status.ABORTED``; then KeyboardInterrupt is raised as ever. The kernel must be compiled
+        with ``nogil=True``. Kernels that `launch` runs need none of this, see `synchronize`.
+        """
+        return acting_at_interrupt(self.abort)
 
     # --- life ---
 

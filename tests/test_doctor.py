@@ -589,16 +589,20 @@ def test_a_driver_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cupy_that_cannot_use_the_gpu_leaves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy made for a newer CUDA than the driver's raised its own error out of the Loader."""
 
-    def refuse() -> None:
-        raise RuntimeError("cudaErrorInsufficientDriver")
+    class CUDARuntimeError(Exception):
+        pass
 
+    def refuse() -> None:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver")
+
+    runtime = types.SimpleNamespace(getDevice=refuse, CUDARuntimeError=CUDARuntimeError)
     cupy = types.ModuleType("cupy")
-    cupy.cuda = types.SimpleNamespace(Device=refuse)  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(runtime=runtime)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("gpuq.host.cuda_device.load_library", FakeDriver)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     device, reason = choose_device("auto")
     assert device.name == "cpu"
-    assert reason.endswith("CuPy cannot use Fake GPU: cudaErrorInsufficientDriver")
+    assert reason.endswith("CuPy cannot use the GPU: cudaErrorInsufficientDriver")
     with pytest.raises(gpuq.TargetUnavailableError, match="CuPy cannot use"):
         choose_device("cuda")

@@ -234,8 +234,6 @@ def test_a_file_system_that_takes_no_more_reads_holds_up_no_other(
     in_background: int,
 ) -> None:
     """One read hangs where the kernel waits for each; three do where it sends two at once."""
-    if asker.loader.statistics().reader == "io_uring":
-        pytest.xfail("io_uring_enter itself waits for a FUSE server, and the poller with it")
     with serve_faulty_files(tmp_path / "files", in_background=in_background) as busy:
         if isinstance(busy, str):
             pytest.skip(busy)
@@ -258,7 +256,6 @@ def test_a_size_that_hangs_holds_up_no_other(
     asker: Asker, files: FaultyFiles, name: str, payload_path: Path, payload: Any
 ) -> None:
     """The size is asked for before a request of many pieces is read."""
-    pytest.xfail("the poller itself asks for the size, and waits for the FUSE server")
     source = asker.loader.open(files.add(name, SIZE))
     files.gate(name, of="sizes", closed=True)
     ticket = asker.post(source, 0, SIZE)

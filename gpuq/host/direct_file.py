@@ -86,6 +86,8 @@ class OpenFile:
         Why reads are direct or buffered.
     proven : bool
         Whether a direct read was done and succeeded.
+    may_wait : bool
+        The file knows no "would wait": even to begin a read may take as long as the read.
     """
 
     path: str
@@ -95,6 +97,7 @@ class OpenFile:
     size: int
     reason: str
     proven: bool
+    may_wait: bool
 
     def close(self) -> None:
         """Close both descriptors."""
@@ -157,12 +160,14 @@ def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> 
         flags = fcntl.fcntl(buffered, fcntl.F_GETFL)
         fcntl.fcntl(buffered, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
         size = os.lseek(buffered, 0, os.SEEK_END)
+        may_wait = not _knows_would_wait(buffered)
         if direct == "off":
-            return OpenFile(name, buffered, -1, 1, size, 'direct="off" was asked for', False)
+            reason = 'direct="off" was asked for'
+            return OpenFile(name, buffered, -1, 1, size, reason, False, may_wait)
         descriptor, alignment, reason, proven = _open_direct(name, buffered, size, staging_bytes)
         if descriptor < 0 and direct == "require":
             raise DirectUnavailableError(f"{name}: direct reads were required, but {reason}")
-        return OpenFile(name, buffered, descriptor, alignment, size, reason, proven)
+        return OpenFile(name, buffered, descriptor, alignment, size, reason, proven, may_wait)
     except BaseException as error:
         os.close(buffered)
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
@@ -227,6 +232,15 @@ def _try_direct_read(descriptor: int, alignment: int) -> int | OSError:
             return error
         finally:
             view.release()
+
+
+def _knows_would_wait(descriptor: int) -> bool:
+    """Whether reads can be told not to wait (preadv2(2), RWF_NOWAIT)."""
+    try:
+        os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except OSError as error:
+        return error.errno != errno.EOPNOTSUPP
+    return True
 
 
 def _name_of(error: OSError) -> str:

@@ -24,6 +24,13 @@ SYS_IO_URING_REGISTER = 427
 FUTEX_WAIT_PRIVATE = 0 | 128
 FUTEX_WAKE_PRIVATE = 1 | 128
 
+_AT_EMPTY_PATH = 0x1000
+_AT_STATX_DONT_SYNC = 0x4000
+_STATX_FLAGS = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
+_STATX_SIZE = 0x200
+_STATX_BYTES = 256
+_STATX_SIZE_AT = 40
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.pread.restype = ctypes.c_ssize_t
@@ -57,6 +64,19 @@ def size_of(descriptor: Any) -> Any:
     By lseek(2) to the end: every reader of gpuq names its offset, so nobody uses the position.
     """
     return _or_negative_errno(_libc.lseek(int(descriptor), 0, os.SEEK_END))
+
+
+def cached_size_of(descriptor: Any) -> Any:
+    """Size of an open file in bytes as the system remembers it, or negative errno.
+
+    By statx(2) with AT_STATX_DONT_SYNC: no server is asked, so it never waits. 0 for a block
+    device; a file on another machine may have another size by now.
+    """
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    result = _libc.statx(int(descriptor), b"", _STATX_FLAGS, _STATX_SIZE, buffer)
+    if result < 0:
+        return -ctypes.get_errno()
+    return int.from_bytes(buffer.raw[_STATX_SIZE_AT : _STATX_SIZE_AT + 8], "little")
 
 
 def copy_memory(destination: Any, source: Any, nbytes: Any) -> None:
@@ -170,6 +190,42 @@ def _(descriptor: Any) -> Any:
     def body(descriptor: Any) -> Any:
         result = _lseek(descriptor, 0, _SEEK_END)
         return result if result >= 0 else -_errno()
+
+    return body
+
+
+@intrinsic
+def _statx_size(typing_context: Any, descriptor: Any) -> Any:
+    """Size by statx(2), -1 where it fails."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word, half, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+        buffer = cgutils.alloca_once(builder, ir.ArrayType(word, _STATX_BYTES // 8))
+        path = cgutils.alloca_once(builder, ir.ArrayType(byte, 1))
+        builder.store(byte(0), cgutils.gep_inbounds(builder, path, 0, 0))
+        function_type = ir.FunctionType(half, [half, path.type, half, half, buffer.type])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "statx")
+        result = builder.call(
+            function,
+            [
+                builder.trunc(arguments[0], half),
+                path,
+                half(_STATX_FLAGS),
+                half(_STATX_SIZE),
+                buffer,
+            ],
+        )
+        size = builder.load(cgutils.gep_inbounds(builder, buffer, 0, _STATX_SIZE_AT // 8))
+        return builder.select(builder.icmp_signed("<", result, half(0)), word(-1), size)
+
+    return types.int64(types.int64), codegen
+
+
+@overload(cached_size_of, strict=False)
+def _(descriptor: Any) -> Any:
+    def body(descriptor: Any) -> Any:
+        size = _statx_size(descriptor)
+        return size if size >= 0 else -_errno()
 
     return body
 

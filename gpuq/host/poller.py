@@ -21,7 +21,7 @@ import numpy as np
 from gpuq.compiling import compiled, inlined
 from gpuq.host.copier import COPY_DONE, COPY_UNCERTAIN, COPY_UNDER_WAY, look_at_copy, start_copy
 from gpuq.host.direct_file import ENOUGH, RESUME, judge_read, span_bytes, span_start
-from gpuq.host.libc import size_of, sleep_ns
+from gpuq.host.libc import cached_size_of, size_of, sleep_ns
 from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
 from gpuq.host.staging import (
     DESCRIPTOR,
@@ -179,8 +179,13 @@ class Poller(NamedTuple):
 
     Attributes
     ----------
-    submissions, flags, counters, control : array of uint64
+    submissions, flags, counters : array of uint64
         The queue's mapped memory (kernels).
+    control : array of uint64
+        The control words that the host goes by (host).
+    shown : array of uint64
+        STATE and HEARTBEAT for kernels, in mapped memory; nothing follows from what stands there,
+        for a kernel may write it.
     sources, destinations : array of int64
         The capability tables (host).
     statistics : array of int64, shape (STATISTICS_WORDS,)
@@ -203,6 +208,7 @@ class Poller(NamedTuple):
     flags: Any
     counters: Any
     control: Any
+    shown: Any
     sources: Any
     destinations: Any
     statistics: Any
@@ -229,13 +235,18 @@ def make_poller(
     staging: Staging,
     reader: Any,
     copier: Any,
+    shown: Any = None,
 ) -> Poller:
-    """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier."""
+    """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier.
+
+    Without `shown`, kernels are shown `control` itself.
+    """
     return Poller(
         submissions=submissions,
         flags=flags,
         counters=counters,
         control=control,
+        shown=control if shown is None else shown,
         sources=sources,
         destinations=destinations,
         statistics=np.zeros(STATISTICS_WORDS, dtype=np.int64),
@@ -263,6 +274,13 @@ def raise_state(control: Any, state: Any) -> None:
         if seen == before:
             return
         before = seen
+
+
+@inlined
+def end_queue(p: Any, state: Any) -> None:
+    """Raise STATE for the host, and then for kernels."""
+    raise_state(p.control, state)
+    raise_state(p.shown, state)
 
 
 @inlined
@@ -397,7 +415,10 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     begin = span_start(start, alignment)
     if end - begin > p.staging.buffer_bytes:
         # More than one piece: nothing must be copied where the end is missing already.
-        size = size_of(p.sources[source_base + BUFFERED_DESCRIPTOR])
+        # What the system remembers is asked first, which never waits for a server.
+        size = cached_size_of(p.sources[source_base + BUFFERED_DESCRIPTOR])
+        if size < end:
+            size = size_of(p.sources[source_base + BUFFERED_DESCRIPTOR])
         if size < 0:
             request[ERRNO] = -size
             return _READ_FAILED
@@ -465,7 +486,7 @@ def hand_over(p: Any) -> None:
     failure = flush_reads(p.reader)
     if failure != 0:
         p.cursor[FAILURE] = failure
-        raise_state(p.control, _ABORTED)
+        end_queue(p, _ABORTED)
 
 
 @inlined
@@ -645,7 +666,7 @@ def end_copy(p: Any, lease: Any, outcome: Any) -> None:
         quarantine(p.staging, lease)
         count(p, STATISTICS_QUARANTINED, 1)
         p.cursor[FAILURE] = _EIO
-        raise_state(p.control, _ABORTED)
+        end_queue(p, _ABORTED)
     else:
         fail_piece(p, lease, _COPY_FAILED, 0)
 
@@ -721,7 +742,7 @@ def count_answer(p: Any, counter: Any, status: Any) -> None:
 @compiled
 def poll_once(p: Any) -> Any:
     """Do one bounded step of everything; return how much was done."""
-    store_release(p.control, HEARTBEAT, load_relaxed(p.control, HEARTBEAT) + as_word(1))
+    store_release(p.shown, HEARTBEAT, load_relaxed(p.shown, HEARTBEAT) + as_word(1))
     # Pairs with the host's fetch-and-add in `Service.close_entry`, see there.
     store_release(p.control, REVISION_SEEN, load_acquire(p.control, REVISION))
     done = retire(p) + reap(p)
@@ -770,6 +791,6 @@ def serve(p: Any) -> Any:
             if state == _ABORTED and p.cursor[READS] == 0 and p.cursor[COPIES] == 0:
                 return 0
             if p.cursor[IS_SEALED] == 1 and p.cursor[REQUESTS] == 0:
-                raise_state(p.control, _CLOSED)
+                end_queue(p, _CLOSED)
                 return 0
             rest(p, idle)

@@ -23,12 +23,13 @@ from gpuq.errors import ClosedError, ForkedError, PollerDiedError, ReaderUnavail
 from gpuq.host import poller as serving
 from gpuq.host.copier import describe_failure
 from gpuq.host.device import Device, Region
+from gpuq.host.direct_file import OpenFile
 from gpuq.host.libc import sleep_ns
 from gpuq.host.reader import flush_reads, reap_read, submit_read
 from gpuq.host.staging import make_staging
 from gpuq.host.tables import DESTINATION_WORDS, SOURCE_WORDS, CapabilityTable
 from gpuq.host.threads import WorkerThreads
-from gpuq.host.uring import make_uring_reader
+from gpuq.host.uring import make_uring_reader, note_descriptor
 from gpuq.layout import (
     CONTROL_WORDS,
     COUNTER_WORDS,
@@ -126,6 +127,12 @@ class ReaderChoice:
     ring: Any = None
     workers: Any = None
 
+    def note(self, file: OpenFile) -> None:
+        """Prepare for reads of a file; called before kernels can ask for it."""
+        if self.ring is not None:
+            for descriptor in (file.buffered, file.direct):
+                note_descriptor(self.reader, descriptor, file.may_wait)
+
     def stop(self) -> bool:
         """Give back what stands behind it; False where a worker is stuck in a read."""
         if self.ring is not None:
@@ -221,6 +228,7 @@ def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
     finally:
         if int(load_acquire(poller.control, STATE)) != State.CLOSED:
             serving.raise_state(poller.control, int(State.ABORTED))
+            serving.raise_state(poller.shown, int(State.ABORTED))
         # Not Thread.is_alive: an exception in a join lets CPython 3.11 believe that a running
         # thread has ended (python/cpython issue 90882).
         outcome.is_over = True
@@ -247,7 +255,9 @@ class Service:
         self.destinations = CapabilityTable(config.destinations, DESTINATION_WORDS, "destination")
         submissions, kernel_submissions = device.mapped_words(config.slots * SUBMISSION_WORDS)
         flags, kernel_flags = device.mapped_words(config.slots * FLAG_WORDS)
-        self.control, kernel_control = device.mapped_words(CONTROL_WORDS)
+        # Kernels are shown a copy: what they write there must not move the host.
+        self.control = np.zeros(CONTROL_WORDS, dtype=np.uint64)
+        self.shown, kernel_control = device.mapped_words(CONTROL_WORDS)
         counters, kernel_counters = device.mapped_words(config.counters * COUNTER_WORDS)
         self.queue = Queue(
             submissions=kernel_submissions,
@@ -281,6 +291,7 @@ class Service:
             flags=flags,
             counters=counters,
             control=self.control,
+            shown=self.shown,
             sources=self.sources.words,
             destinations=self.destinations.words,
             capacity=config.slots,
@@ -298,20 +309,25 @@ class Service:
     def start(self) -> None:
         """Compile what serves, then start the threads and open the queue."""
         try:
-            serving.raise_state(self.control, int(State.NEW))
+            self.raise_state(State.NEW)
             if hasattr(serving.serve, "compile"):
                 serving.serve.compile((typeof(self.poller),))
             if self.choice.workers is not None:
                 self.choice.workers.start()
-            serving.raise_state(self.control, int(State.RUNNING))
+            self.raise_state(State.RUNNING)
             self._thread.start()
             self._was_started = True
         except BaseException:
-            serving.raise_state(self.control, int(State.ABORTED))
+            self.raise_state(State.ABORTED)
             self.choice.stop()
             self.device.close()
             self._released = True
             raise
+
+    def raise_state(self, state: State) -> None:
+        """Raise the queue's STATE for the host, and then for kernels."""
+        serving.raise_state(self.control, int(state))
+        serving.raise_state(self.shown, int(state))
 
     # --- what every host call asks first ---
 
@@ -376,7 +392,7 @@ class Service:
         """Release every waiting kernel at once; return without waiting for anything."""
         if os.getpid() == self._pid:
             self._was_aborted_here = True
-            serving.raise_state(self.control, int(State.ABORTED))
+            self.raise_state(State.ABORTED)
 
     def close(self) -> None:
         """Serve what was posted, then stop and give everything back; a second call does nothing.
@@ -388,7 +404,7 @@ class Service:
         """
         if os.getpid() != self._pid:
             return
-        serving.raise_state(self.control, int(State.CLOSING))
+        self.raise_state(State.CLOSING)
         self.join()
         if not self._reported:
             self.raise_death()

@@ -15,6 +15,7 @@ from gpuq.host.uring_abi import (
     ENTER_EXT_ARG,
     ENTER_GETEVENTS,
     OP_READ,
+    SQE_ASYNC,
     SQE_WORDS,
     MappedRing,
     map_ring,
@@ -28,6 +29,9 @@ _HEAD = 2  # completion entries consumed
 _TIMESPEC = 4  # struct __kernel_timespec: seconds, nanoseconds
 _ARGUMENT = 6  # struct io_uring_getevents_arg: sigmask, sigmask_sz + pad, ts
 _WORDS = 16
+
+_DESCRIPTORS = 1 << 16
+"""Descriptors beyond this are read as if each of their reads might wait."""
 
 _EAGAIN, _EBUSY, _EINTR = errno.EAGAIN, errno.EBUSY, errno.EINTR
 _ARGUMENT_BYTES = 24
@@ -46,6 +50,8 @@ class UringReader(NamedTuple):
     words : array of int64
         The poller's own.
     words_address : int
+    flags : array of int64
+        SQE_ASYNC or 0 for each descriptor; written by the host before a source is opened.
     """
 
     descriptor: int
@@ -58,6 +64,7 @@ class UringReader(NamedTuple):
     cqes: Any
     words: Any
     words_address: int
+    flags: Any
 
 
 def make_uring_reader(reads: int) -> tuple[UringReader, MappedRing]:
@@ -82,8 +89,19 @@ def make_uring_reader(reads: int) -> tuple[UringReader, MappedRing]:
         cqes=ring.cqes,
         words=words,
         words_address=words.ctypes.data,
+        flags=np.zeros(_DESCRIPTORS, dtype=np.int64),
     )
     return reader, ring
+
+
+def note_descriptor(reader: UringReader, descriptor: int, may_wait: bool) -> None:
+    """Say whether reads of a descriptor may wait inside io_uring_enter, which would hold up all.
+
+    Of files that know no "would wait" (FUSE, for one), a read is begun in the caller's own
+    system call unless it is handed to the kernel's workers at once.
+    """
+    if 0 <= descriptor < len(reader.flags):
+        reader.flags[descriptor] = SQE_ASYNC if may_wait else 0
 
 
 @implements(submit_read, UringReader)
@@ -94,7 +112,8 @@ def _submit(
     tail = reader.words[_TAIL]
     base = (tail & reader.sq_mask) * SQE_WORDS
     entry = reader.sqes
-    entry[base] = as_word(OP_READ | descriptor << 32)
+    flags = reader.flags[descriptor] if descriptor < len(reader.flags) else SQE_ASYNC
+    entry[base] = as_word(OP_READ | flags << 8 | descriptor << 32)
     entry[base + 1] = as_word(offset)
     entry[base + 2] = as_word(address)
     entry[base + 3] = as_word(nbytes)

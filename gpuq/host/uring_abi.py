@@ -19,6 +19,7 @@ from gpuq.errors import ReaderUnavailableError
 from gpuq.host.libc import SYS_IO_URING_SETUP, system_call
 
 OP_READ = 22
+SQE_ASYNC = 1 << 4
 ENTER_GETEVENTS = 1 << 0
 ENTER_EXT_ARG = 1 << 3
 SETUP_COOP_TASKRUN = 1 << 8

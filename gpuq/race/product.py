@@ -156,7 +156,7 @@ class ProductPool:
         if hasattr(serving.poll_once, "compile"):
             serving.poll_once.compile((typeof(self._poller),))
         self._service.choice.workers.start()
-        serving.raise_state(self._service.control, int(State.RUNNING))
+        self._service.raise_state(State.RUNNING)
 
     def close(self) -> None:
         """Give everything back; no copy is under way."""
