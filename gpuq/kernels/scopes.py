@@ -28,7 +28,11 @@ from gpuq.kernels.cooperation import (
 )
 from gpuq.kernels.counters import wait_counter
 from gpuq.kernels.queue import post_at, pull_at, wait
-from gpuq.layout import NO_TICKET
+from gpuq.layout import NO_TICKET, WORD_BYTES
+from gpuq.ordering import as_signed
+
+_MOST_BYTES = 1 << 62
+"""What can be divided without overflow; no file has so many."""
 
 
 @protocol
@@ -88,8 +92,9 @@ def post_block_at(
 ) -> Any:
     """Post ``[start, end)`` as one slice for each thread of the block, in the order of ranks.
 
-    All slices but the last are of one size, a multiple of 8 bytes. No barrier: a thread may skip
-    it, and then its slice is not read.
+    All slices but the last are of one size, a multiple of 8 bytes. Rank 0 posts a range that
+    cannot be divided, an empty one included, as it is. No barrier: a thread may skip it, and then
+    its slice is not read.
 
     Returns
     -------
@@ -97,14 +102,21 @@ def post_block_at(
         This thread's ticket for `wait_block` (or `wait`); ``NO_TICKET`` where no slice was left
         for it; negative as from `post_at`.
     """
-    threads = block_size()
-    share = (end - start + threads - 1) // threads
-    share = (share + 7) // 8 * 8
-    first = start + block_rank() * share
-    last = min(first + share, end)
-    if first >= last:
+    begin, rank = as_signed(start), block_rank()
+    nbytes = as_signed(end) - begin
+    first, last = 0, nbytes
+    if 0 < nbytes <= _MOST_BYTES:
+        words = (nbytes + WORD_BYTES - 1) // WORD_BYTES
+        slice_bytes = (words + block_size() - 1) // block_size() * WORD_BYTES
+        first = rank * slice_bytes
+        last = min(first + slice_bytes, nbytes)
+        if first >= last:
+            return NO_TICKET
+    elif rank != 0:
         return NO_TICKET
-    return post_at(q, source, destination, offset + first - start, first, last, tag)
+    return post_at(
+        q, source, destination, as_signed(offset) + first, begin + first, begin + last, tag
+    )
 
 
 @protocol
