@@ -40,6 +40,7 @@ from gpuq.soak.content import (
 )
 from gpuq.soak.files import Folder, SoakFile
 from gpuq.soak.kernel import COUNTED, KINDS, REQUEST_WORDS, soak_body
+from gpuq.soak.meddler import Meddler
 
 READERS = ("io_uring", "threads")
 FILES = 6
@@ -52,7 +53,6 @@ ROUNDS_OF_A_LOADER = 30
 GROUPS = 24
 KERNEL_THREADS = 3
 _POST_TIMEOUT_NS = 600 * 10**9
-_MEDDLER_NAPS = (0.0, 0.002, 0.01)
 
 _UNTOUCHED_BY = {Status.BAD_SOURCE, Status.BAD_DESTINATION, Status.BAD_RANGE, Status.OUT_OF_BOUNDS}
 
@@ -380,74 +380,6 @@ def _names(statuses: set[Status]) -> str:
     return " or ".join(sorted(status.name for status in statuses)) or "none"
 
 
-class _Meddler:
-    """A thread that changes everything under the kernels of a life."""
-
-    def __init__(self, life: _Life, seed: int) -> None:
-        self.life = life
-        self.random = random.Random(seed)
-        self.error: BaseException | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="soak-meddler", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.wait(self.random.choice(_MEDDLER_NAPS)):
-                with contextlib.suppress(ClosedError):
-                    done = self._meddle()
-                    self.life.soak.meddling[done] += 1
-        except BaseException as error:
-            self.error = error
-            self.life.end("abort")
-
-    def _meddle(self) -> str:
-        life = self.life
-        what = self.random.randrange(100)
-        if what < 82:
-            return life.folder.files[self.random.randrange(FILES)].change(self.random)
-        if what < 90:
-            life.folder.replace(self.random.randrange(FILES))
-            return "files replaced"
-        if what < 97:
-            return self._reopen()
-        if what < 99 or self.random.random() < 0.85:
-            return self._register_again()
-        how = self.random.choice(["close", "abort"])
-        life.end(how)
-        self._stop.set()
-        return f"loaders ended by {how} under kernels"
-
-    def _reopen(self) -> str:
-        life, place = self.life, self.random.randrange(SOURCES)
-        old = life.sources[place]
-        old.is_leaving = True
-        old.source.close()
-        new = life.open()
-        with life.lock:
-            life.sources[place] = new
-            life.stale_sources.append(old.source.handle)
-        return "sources closed under kernels"
-
-    def _register_again(self) -> str:
-        life, place = self.life, self.random.randrange(DESTINATIONS)
-        old = life.destinations[place]
-        old.is_leaving = True
-        old.destination.unregister()
-        new = life.register(old.array)
-        with life.lock:
-            life.destinations[place] = new
-            life.stale_destinations.append(old.destination.handle)
-        return "destinations unregistered under kernels"
-
-    def stop(self) -> None:
-        """Wait for it to end; raise what it ended by."""
-        self._stop.set()
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
-
-
 def run_soak(seconds: float, seed: int, place: str) -> Soak:
     """Soak for about so many seconds, in a folder whose files are the soak's.
 
@@ -490,7 +422,7 @@ def _live(soak: Soak, folder: Folder, reader: str, seed: int, deadline: float) -
     try:
         # One round while nothing changes: every status and byte is certain.
         life.run_round()
-        meddler = _Meddler(life, seed + 1)
+        meddler = Meddler(life, seed + 1)
         try:
             for _ in range(ROUNDS_OF_A_LOADER):
                 if life.is_ended or time.monotonic() > deadline:
