@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +188,13 @@ def note_path(
     if record_property is not None:
         record_property("path", path)
     print(f"path: {explanation}")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C through: a background job of a shell starts with SIGINT ignored, and so would
+    every subprocess of a test."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
