@@ -21,13 +21,18 @@ from gpuq.soak.files import SoakFile
 SECONDS = float(os.environ.get("GPUQ_SOAK_SECONDS", "4"))
 
 
-def test_a_short_soak_finds_every_byte_right(tmp_path: Path) -> None:
+def test_a_short_soak_finds_every_byte_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     soak = run.run_soak(SECONDS, 20240607, str(tmp_path))
     assert soak.fault is None
     assert soak.statuses["OK"] > 100
     assert soak.statuses["END_OF_FILE"] > 10
     assert sum(soak.loaders.values()) >= 2
-    print(f"soak: {soak.requests:,} requests, {soak.bytes_checked:,} bytes checked, none wrong")
+    with capsys.disabled():
+        print(
+            f"\nsoak: {soak.requests:,} requests, {soak.bytes_checked:,} bytes checked, none wrong"
+        )
 
 
 def test_a_wrong_byte_of_a_file_is_found_and_named(
