@@ -42,6 +42,7 @@ _CONSUME = (
     "    return status if as_signed(turn) == ticket else _STALE"
 )
 _TAKE = "seen = compare_exchange(q.taken, counter * LINE_WORDS, as_word(taken), as_word(now_taken))"
+_TAKEN = "taken = as_signed(load_acquire_device(q.taken, counter * LINE_WORDS))"
 _ANSWERED = "return flag_of(q, before) >> FLAG_SEQUENCE_SHIFT == before + 1"
 _FREE_ANYHOW = (
     "store_release_device(q.turns, slot, as_word(ticket + q.capacity))\n    return status"
@@ -186,6 +187,12 @@ MUTANTS = (
             "seen = as_word(taken)\n"
             "    store_release_device(q.taken, counter * LINE_WORDS, as_word(now_taken))",
         ),
+    ),
+    _mutant(
+        "answers are loaded before what was taken of them",
+        "counted, shared",
+        ("counters.load_counts", f"    {_TAKEN}\n", ""),
+        ("counters.load_counts", "return taken, answered", f"{_TAKEN}\n    return taken, answered"),
     ),
     # --- reads ---
     _mutant(
@@ -352,6 +359,48 @@ MUTANTS = (
             "service.Service.close_entry",
             "int(load_acquire(self.control, REVISION_SEEN)) < wanted or ",
             "",
+        ),
+    ),
+    _mutant(
+        "the poller need not see a withdrawn handle",
+        "source closed, stale loads",
+        (
+            "poller.poll_once",
+            "load_acquire(p.control, REVISION)",
+            "load_relaxed(p.control, REVISION)",
+        ),
+    ),
+    _mutant(
+        "the host need not see what the poller did before it saw a withdrawn handle",
+        "source closed",
+        (
+            "poller.poll_once",
+            "store_release(p.control, REVISION_SEEN",
+            "store_relaxed(p.control, REVISION_SEEN",
+        ),
+    ),
+    # --- the io_uring reader ---
+    _mutant(
+        "a completion is looked for without acquire",
+        "io_uring",
+        (
+            "uring._reap",
+            "load_acquire(reader.cq_tail, 0)",
+            "load_relaxed(reader.cq_tail, 0)",
+        ),
+    ),
+    _mutant(
+        "what the kernel did not take is forgotten",
+        "io_uring that is busy",
+        ("uring._flush", "reader.words[_UNSENT] = unsent - sent", "reader.words[_UNSENT] = 0"),
+    ),
+    _mutant(
+        "a busy kernel ends the queue",
+        "io_uring that is busy",
+        (
+            "uring._flush",
+            "if sent == -_EAGAIN or sent == -_EBUSY or sent == -_EINTR:",
+            "if False:",
         ),
     ),
     # --- the threads reader ---

@@ -76,7 +76,7 @@ class Searches:
             f"schedules explored: {sum(outcome.schedules for outcome in outcomes):,} "
             f"in {len(outcomes)} configurations, preemption bound {max(bounds)}, "
             f"{sum(outcome.steps for outcome in outcomes):,} memory operations, "
-            f"{seconds:.0f} s of {pool()._max_workers} cores"
+            f"{seconds:.0f} s of processor time"
         ]
 
 

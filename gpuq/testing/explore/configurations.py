@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpuq.layout import State, Status
+from gpuq.testing.explore.kernel_ring import BUSY, LOST_RING, PARTLY
 from gpuq.testing.explore.ledger import ABORTED, OK
 from gpuq.testing.explore.machine import (
     BROKEN,
@@ -51,7 +52,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
     # name, fibers, bounds, bounds of the long form, stage, constants
     ("pull, 1 slot", pulls(2, 2), Bounds(2), Bounds(3), {"capacity": 1}),
     ("pull, 2 slots", pulls(2, 2), Bounds(2), Bounds(3), {"capacity": 2}),
-    ("pull, 4 slots", pulls(2, 2), Bounds(2), Bounds(3), {"capacity": 4}),
+    ("pull, 4 slots", pulls(2, 2), Bounds(1, 1), Bounds(2), {"capacity": 4}),
     ("pull, 3 producers", pulls(3, 1), Bounds(2), Bounds(3), {"capacity": 2}),
     ("pull, 2**32 tickets", pulls(2, 2), Bounds(1, 1), Bounds(2), {"first": 2**32 - 2}),
     ("split", split, Bounds(2), Bounds(3), {}),
@@ -154,12 +155,12 @@ _ALL: tuple[tuple[Any, ...], ...] = (
     (
         "source closed, stale loads",
         reopened,
-        Bounds(1, 1, stale=1),
+        Bounds(1, stale=1),
         Bounds(2, stale=2),
         {"has_host": True},
     ),
     ("destination let go", unregistered, Bounds(2), Bounds(3), {"has_host": True}),
-    ("rings", rings(5), Bounds(2), Bounds(3), _RING, _QUICK_TO_SLEEP),
+    ("rings", rings(4), Bounds(2), Bounds(3), _RING, _QUICK_TO_SLEEP),
     (
         "rings, one worker",
         rings(3),
@@ -171,10 +172,39 @@ _ALL: tuple[tuple[Any, ...], ...] = (
     (
         "rings, stale loads",
         rings(4),
-        Bounds(1, 1, stale=1),
+        Bounds(1, stale=1),
         Bounds(2, stale=1),
         _RING,
         _QUICK_TO_SLEEP,
+    ),
+    (
+        "io_uring",
+        pieces((0, 6), (6, 8)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {"reader": "io_uring", "read_faults": (SHORT,)},
+    ),
+    (
+        "io_uring that is busy",
+        pieces((0, 6), (6, 8)),
+        Bounds(0, 1, faults=2),
+        Bounds(2, faults=2),
+        {"reader": "io_uring", "read_faults": (BUSY, PARTLY)},
+    ),
+    (
+        "io_uring that fails",
+        pieces((0, 6), (6, 8), statuses=(OK, ABORTED)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=1),
+        {"reader": "io_uring", "read_faults": (LOST_RING,), "may_fail": True},
+    ),
+    (
+        "io_uring, waiting",
+        pulls(2, 1),
+        Bounds(1, 1),
+        Bounds(2),
+        {"reader": "io_uring"},
+        _QUICK_TO_WAIT,
     ),
     (
         "threads reader",
@@ -192,10 +222,10 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         {"reader": "threads"},
         _QUICK_TO_WAIT,
     ),
-    ("pull, stale loads", pulls(2, 2), Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
-    ("split, stale loads", split, Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
-    ("counted, stale loads", counted, Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
-    ("closing, stale loads", ends(State.CLOSING), Bounds(1, 1, stale=1), Bounds(2, stale=1), {}),
+    ("pull, stale loads", pulls(2, 2), Bounds(1, stale=1), Bounds(2, stale=1), {}),
+    ("split, stale loads", split, Bounds(1, stale=1), Bounds(2, stale=1), {}),
+    ("counted, stale loads", counted, Bounds(1, stale=1), Bounds(2, stale=1), {}),
+    ("closing, stale loads", ends(State.CLOSING), Bounds(1, stale=1), Bounds(2, stale=1), {}),
 )
 
 CONFIGURATIONS = {

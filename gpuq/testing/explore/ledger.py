@@ -161,11 +161,10 @@ class Ledger:
             raise Violation(f"{value >> COUNTS_SHIFT} answers are taken of {self.counts}")
 
     def raised(self, index: int, _before: int, value: int) -> None:
-        """A control word was stored."""
+        """A control word was stored, of the host's or of what kernels are shown."""
         if index != STATE:
             return
-        self.state = value
-        if value == State.CLOSING:
+        if value == State.CLOSING > self.state:
             # Where loads may be stale, "before" is what the host has seen, not what came first.
             clock = self._world.current.clock
             self.promised = {
@@ -173,6 +172,7 @@ class Ledger:
                 for ticket, (fiber, at) in self._published_at.items()
                 if at <= clock[fiber] or not self._world.has_stale
             }
+        self.state = max(self.state, value)
 
     # --- what fibers say ---
 

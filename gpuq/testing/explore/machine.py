@@ -31,6 +31,17 @@ INVALID_COPY = "invalid copy"
 LOST_COPY = "lost copy"
 LOST_EVENT = "lost event"
 
+_CALLS = (
+    "cached_size_of",
+    "call_driver",
+    "copy_memory",
+    "futex_wait",
+    "futex_wake",
+    "read_at",
+    "size_of",
+    "system_call",
+)
+_READ_FAULTS = (SHORT, INTERRUPTED, BROKEN, REFUSED)
 _UNKNOWN_ERROR = 999
 
 
@@ -62,8 +73,8 @@ class Transfer:
         Of the request that it belongs to.
     buffer, nbytes : int
         What it reads or writes of staging.
-    lease, descriptor, offset : int
-        Of a read.
+    number, lease, descriptor, offset : int
+        Of a read; numbers count up from 0.
     destination : int
         Of a copy.
     result : int
@@ -73,6 +84,7 @@ class Transfer:
     ticket: int
     buffer: int
     nbytes: int
+    number: int = -1
     lease: int = -1
     descriptor: int = -1
     offset: int = 0
@@ -107,8 +119,9 @@ class Machine:
         self.files: dict[int, File] = {}
         self.in_flight: list[Transfer] = []
         self.faults_seen = 0
+        self.system_call: Callable[..., int] | None = None
         self._ticket_of = ticket_of
-        self._read_faults = ("whole", *read_faults)
+        self._read_faults = ("whole", *(fault for fault in read_faults if fault in _READ_FAULTS))
         self._driver_faults = ("well", *driver_faults)
         self._sleepers: dict[int, list[Fiber]] = {}
         self._bells: Words | None = None
@@ -195,14 +208,19 @@ class Machine:
     def expect(self, lease: int, descriptor: int, offset: int, address: int, nbytes: int) -> None:
         """Note a read that was given to the product's own reader."""
         read = Transfer(
-            "read", self._ticket_of(address), address, nbytes, lease, descriptor, offset
+            "read", self._ticket_of(address), address, nbytes, -1, lease, descriptor, offset
         )
+        read.number = len(self._submitted)
         self._submitted.append(read)
         self.begin(read)
 
     def size_of(self, descriptor: int) -> int:
         """Size of an open file."""
         return len(self.files[descriptor].data)
+
+    def cached_size_of(self, descriptor: int) -> int:
+        """Size of an open file as the system remembers it."""
+        return self.size_of(descriptor)
 
     def copy_memory(self, destination: int, source: int, nbytes: int) -> None:
         """memcpy(3)."""
@@ -243,19 +261,19 @@ class Machine:
         if new and is_shared:
             self.ops.store_release(self._rings, 0, self._flushed)
 
-    def do_one(self) -> Transfer | None:
-        """Do one of the reads that were handed over, not always the oldest."""
-        if not self._waiting:
+    def do_one(self, visible: int) -> Transfer | None:
+        """Do one of the first `visible` reads, not always the oldest."""
+        ready = sum(read.number < visible for read in self._waiting)
+        if not ready:
             return None
-        read = self._waiting.pop(self.world.fault(len(self._waiting)))
+        read = self._waiting.pop(self.world.fault(ready))
         read.result = self.fill(read)
         return read
 
     def read_forever(self) -> None:
         """Be the device: the body of a fiber."""
         while True:
-            self.ops.load_acquire(self._rings, 0)
-            read = self.do_one()
+            read = self.do_one(self.ops.load_acquire(self._rings, 0))
             if read is None:
                 self.world.relax()
                 continue
@@ -269,7 +287,7 @@ class Machine:
             if self.ops.load_acquire(self._rings, 1) == self._reaped:
                 return -1, 0
         elif self._reaped == len(self._done):
-            read = self.do_one()
+            read = self.do_one(self._flushed)
             if read is None:
                 return -1, 0
             self.end(read)
@@ -398,10 +416,9 @@ def stand_ins(world: World) -> dict[str, Any]:
     def machine(name: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(world.machine, name)(*arguments)
 
-    calls = ("read_at", "size_of", "copy_memory", "futex_wait", "futex_wake", "call_driver")
     return {
         **operations(world),
-        **{name: machine(name) for name in calls},
+        **{name: machine(name) for name in _CALLS},
         "sleep_ns": world.relax,
         "time": SimpleNamespace(sleep=world.relax, monotonic=lambda: 0.0),
     }

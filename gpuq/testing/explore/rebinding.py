@@ -16,10 +16,32 @@ from enum import Enum
 from typing import Any
 
 from gpuq import compiling, ordering
-from gpuq.host import copier, direct_file, poller, reader, service, staging, tables, threads
+from gpuq.host import (
+    copier,
+    direct_file,
+    poller,
+    reader,
+    service,
+    staging,
+    tables,
+    threads,
+    uring,
+)
 from gpuq.kernels import counters, queue
 
-MODULES = (queue, counters, poller, staging, tables, threads, copier, reader, direct_file, service)
+MODULES = (
+    queue,
+    counters,
+    poller,
+    staging,
+    tables,
+    threads,
+    copier,
+    reader,
+    direct_file,
+    service,
+    uring,
+)
 """What is rebuilt; other modules are used as they are."""
 
 
@@ -42,6 +64,16 @@ class Edit:
     function: str
     old: str
     new: str
+
+
+class Rebuilt:
+    """A rebuilt module: its globals, as attributes."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__ = values
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
 
 
 class Code:
@@ -68,16 +100,19 @@ class Code:
         for edit in edits:
             self._edits.setdefault(edit.function, []).append(edit)
         self._replace(replacements)
-        for name, values in self._globals.items():
+        for module in MODULES:
+            rebuilt = Rebuilt(self._globals[module.__name__])
+            self._rebuilt[id(module)] = rebuilt
+            setattr(self, module.__name__.rpartition(".")[2], rebuilt)
+        for values in self._globals.values():
             for key, value in list(values.items()):
                 values[key] = self._rebuild(value)
             # An edit may use an operation that the module does not.
             for operation in ordering.OPERATIONS:
                 values.setdefault(operation.__name__, replacements[operation.__name__])
-            setattr(self, name.rpartition(".")[2], types.SimpleNamespace(**values))
         for name, value in (constants or {}).items():
-            module, _, constant = name.rpartition(".")
-            values = next(v for k, v in self._globals.items() if k.endswith(f".{module}"))
+            short, _, constant = name.rpartition(".")
+            values = next(v for k, v in self._globals.items() if k.endswith(f".{short}"))
             if constant not in values:
                 raise MutationError(f"{name} is gone")
             values[constant] = value

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
 
 from gpuq.host import tables
 from gpuq.layout import COUNTS_SHIFT, State, Status
@@ -383,26 +381,13 @@ def counted_ends(state: State) -> Build:
 # --- capability tables -------------------------------------------------------------------------
 
 
-def host_of(stage: Stage) -> Any:
-    """Return a `Service` over a stage's tables and queue: its methods, without its threads."""
-
-    class Host(stage.code.service.Service):  # type: ignore[misc, name-defined]
-        is_serving = property(lambda _: stage.result is None)
-
-    host = object.__new__(Host)
-    host.sources, host.destinations = stage.sources, stage.destinations
-    host.control = stage.queue.control
-    host.lock = threading.RLock()
-    return host
-
-
 def reopened(stage: Stage) -> None:
     """A file is closed, and another one opened in its entry, while a fiber reads the first."""
-    allowed = (OK, int(Status.BAD_SOURCE))
-    old = [stage.request(2 * i, 2 * i + 2, *allowed) for i in range(2)]
+    allowed = (OK, int(Status.OUT_OF_BOUNDS), int(Status.BAD_SOURCE))
     new = stage.request(0, 2)
+    # The second one is refused by what stands in the entry, so IN_FLIGHT never tells of it.
+    old = [stage.request(0, 2, *allowed), stage.request(0, 300, *allowed)]
     handle = stage.mailbox("handle")
-    service = host_of(stage)
 
     def pull_old() -> None:
         for request in old:
@@ -411,7 +396,7 @@ def reopened(stage: Stage) -> None:
             stage.note(Status(status).name)
 
     def reopen() -> None:
-        service.close_entry(stage.sources, stage.source)
+        stage.host.close_entry(stage.sources, stage.source)
         stage.close(DIRECT)
         handle.put(stage.open(DIRECT + 2, 64, 2))
 
@@ -430,7 +415,6 @@ def unregistered(stage: Stage) -> None:
     allowed = (OK, int(Status.BAD_DESTINATION))
     request = stage.request(0, 2, *allowed)
     request.data = []  # by the time the fiber looks, the memory may be another's
-    service = host_of(stage)
     address = stage.destinations.words.peek(tables.ADDRESS)
 
     def pull() -> None:
@@ -439,7 +423,7 @@ def unregistered(stage: Stage) -> None:
         stage.note(Status(status).name)
 
     def let_go() -> None:
-        service.close_entry(stage.destinations, stage.destination)
+        stage.host.close_entry(stage.destinations, stage.destination)
         for i in range(4):
             stage.machine.memory.store(address + i, 0)
 

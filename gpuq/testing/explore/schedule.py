@@ -385,6 +385,7 @@ class Outcome:
     finding : Finding or None
         The first schedule in which a property does not hold; the search ends there.
     seconds : float
+        Of processor time.
     steps : int
         Memory operations in all.
     notes : dict of str to int

@@ -7,6 +7,8 @@ hold in the end: everything was given back.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from gpuq.layout import (
     Queue,
     State,
 )
+from gpuq.testing.explore.kernel_ring import KernelRing
 from gpuq.testing.explore.ledger import ABORTED, OK, Ledger, Request
 from gpuq.testing.explore.machine import (
     FUTEX_ADDRESS,
@@ -84,7 +87,7 @@ class Stage:
     file_bytes : int
     read_faults, driver_faults : tuple of str
         See `Machine`.
-    reader : {"inline", "device", "threads"}
+    reader : {"inline", "device", "threads", "io_uring"}
     has_engine : bool
         Whether copies go through the CUDA copier.
     has_host : bool
@@ -134,6 +137,7 @@ class Stage:
         self.ledger = Ledger(world, self.machine, capacity, first)
         self.result: int | None = None
         self._has_poller = has_poller
+        self._read_faults = read_faults
         self._may_fail = may_fail
         self._has_host = has_host
         self.buffers, self.buffer_bytes = buffers, buffer_bytes
@@ -142,6 +146,7 @@ class Stage:
 
         self.queue = self._make_queue()
         self._make_tables(file_bytes, alignment)
+        self.host = self._make_host()
         self._make_poller(reader, has_engine, workers)
 
     # --- building ---
@@ -150,10 +155,11 @@ class Stage:
         capacity, first, world = self.capacity, self.first, self.world
         payload = [i for i in range(capacity * SUBMISSION_WORDS) if i % SUBMISSION_WORDS]
         turns = [first + ((slot - first) & (capacity - 1)) for slot in range(capacity)]
-        control = [0] * CONTROL_WORDS
-        control[STATE] = int(State.RUNNING)
+        state = [0] * CONTROL_WORDS
+        state[STATE] = int(State.RUNNING)
         ledger = self.ledger
-        hidden = {HEARTBEAT} if self._has_host else set(range(CONTROL_WORDS)) - {STATE}
+        hidden = () if self._has_host else set(range(CONTROL_WORDS)) - {STATE}
+        self.control = Words(world, "control", state, private=hidden, on_store=ledger.raised)
         return Queue(
             submissions=Words(
                 world,
@@ -163,7 +169,7 @@ class Stage:
                 on_store=ledger.published,
             ),
             flags=Words(world, "flags", [0] * (capacity * FLAG_WORDS), on_store=ledger.answered),
-            control=Words(world, "control", control, private=hidden, on_store=ledger.raised),
+            control=Words(world, "shown", state, private={HEARTBEAT}, on_store=ledger.raised),
             tail=Words(world, "tail", [first] + [0] * (TAIL_WORDS - 1)),
             turns=Words(world, "turns", turns, on_store=ledger.turned),
             counters=Words(world, "counters", [0] * COUNTER_WORDS, on_store=ledger.counted),
@@ -216,11 +222,26 @@ class Stage:
         }
         return int(self.destinations.publish(self.destinations.reserve(), words))
 
+    def _make_host(self) -> Any:
+        """Return a `Service` over the tables and the queue: its methods, without its threads."""
+        host = object.__new__(host_class(self.code))
+        host.stage = self
+        host.sources, host.destinations = self.sources, self.destinations
+        host.control, host.shown = self.control, self.queue.control
+        host.lock = threading.RLock()
+        return host
+
     def _make_poller(self, reader: str, has_engine: bool, workers: int) -> None:
         world, code, machine = self.world, self.code, self.machine
         machine.memory.add("staging", STAGING_ADDRESS, self.buffers * self.buffer_bytes)
         self.reader: Any
-        if reader == "threads":
+        if reader == "io_uring":
+            ring = KernelRing(
+                world, self.ops, machine, self.buffers, code.uring._WORDS, self._read_faults
+            )
+            machine.system_call = ring.system_call
+            self.reader = NotedReader(machine, code.reader, ring.reader)
+        elif reader == "threads":
             self.threads = code.threads.WorkerThreads(self.buffers, 0)
             self.threads.reader = rings = shared_rings(world, self.threads.reader)
             self.reader = NotedReader(machine, code.reader, rings)
@@ -237,7 +258,8 @@ class Stage:
                 submissions=self.queue.submissions,
                 flags=self.queue.flags,
                 counters=self.queue.counters,
-                control=self.queue.control,
+                control=self.control,
+                shown=self.queue.control,
                 sources=self.sources.words,
                 destinations=self.destinations.words,
                 capacity=self.capacity,
@@ -256,6 +278,8 @@ class Stage:
             world.spawn("poller", self._serve, daemon=True)
         if reader == "device":
             world.spawn("device", machine.read_forever, daemon=True)
+        if reader == "io_uring":
+            world.spawn("kernel", ring.complete_forever, daemon=True)
         if reader == "threads":
             for number in range(workers):
                 world.spawn(
@@ -351,7 +375,7 @@ class Stage:
 
     def raise_state(self, state: State) -> None:
         """Close or abort."""
-        self.code.poller.raise_state(self.queue.control, int(state))
+        self.host.raise_state(state)
 
     def note(self, what: str) -> None:
         """Count that a schedule reached something."""
@@ -381,7 +405,7 @@ class Stage:
         poller = self.poller
         if self.result != 0 and not self._may_fail:
             raise Violation(f"the poller ended with {self.result}")
-        if self.queue.control.peek(STATE) != State.CLOSED:
+        if self.control.peek(STATE) != State.CLOSED:
             return
         self.ledger.check_promises()
         for name in ("REQUESTS", "READS", "COPIES", "QUEUE_COUNT"):
@@ -394,6 +418,13 @@ class Stage:
             for entry in range(table.entries):
                 if peek(table.words, entry * table.entry_words + tables.IN_FLIGHT):
                     raise Violation(f"a {table.what} is in use in the end")
+
+
+@functools.lru_cache(maxsize=4)
+def host_class(code: Code) -> Any:
+    """Return the rebuilt `Service`, whose poller serves until it has returned."""
+    serving = property(lambda host: host.stage.result is None)
+    return type("Host", (code.service.Service,), {"is_serving": serving})
 
 
 def peek(words: Any, index: int) -> int:
