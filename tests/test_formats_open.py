@@ -59,7 +59,9 @@ def test_an_array_file_is_a_read_only_mapping(tmp_path: pathlib.Path) -> None:
     path.write_bytes(bytes(8))
     file = open_arrays(path)
     assert isinstance(file, ArrayFile)
-    assert list(file) == ["a"] and len(file) == 1 and "b" not in file
+    assert list(file) == ["a"]
+    assert len(file) == 1
+    assert "b" not in file
     assert file["a"] == ArrayEntry("a", str(path), np.dtype("u1"), "|u1", (8,), 0, 8)
     assert file["a"].nbytes == 8
     assert repr(file) == f"<ArrayFile {str(path)!r}: raw, 1 arrays, 8 bytes>"
@@ -136,4 +138,6 @@ def test_messages_are_one_line_even_where_the_names_are_not(tmp_path: pathlib.Pa
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert len(message) < len(str(path)) + 500
-    assert "a.safetensors" in message and r"'x\nyx" in message and r"found 'F\n3'" in message
+    assert "a.safetensors" in message
+    assert r"'x\nyx" in message
+    assert r"found 'F\n3'" in message

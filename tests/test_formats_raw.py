@@ -70,7 +70,8 @@ def test_a_size_that_does_not_fit_is_an_error_naming_both(
     path.write_bytes(bytes(10))
     with pytest.raises(FormatError) as caught:
         open_arrays(path, dtype=dtype, shape=shape)
-    assert expected in str(caught.value) and str(path) in str(caught.value)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["O", "S0", "V0", ("<f4", (2,)), [("a", "O")]])

@@ -52,7 +52,8 @@ def refusal(path: pathlib.Path) -> str:
     with pytest.raises(FormatError) as caught:
         open_arrays(path)
     message = str(caught.value)
-    assert str(path) in message and len(message.splitlines()) == 1
+    assert str(path) in message
+    assert len(message.splitlines()) == 1
     return message
 
 
@@ -203,7 +204,8 @@ def test_a_file_cut_at_any_byte_is_named_as_truncated(path: pathlib.Path) -> Non
         expected = 8 if size < 8 else header_end if size < header_end else len(whole)
         message = refusal(path)
         assert "truncated" in message
-        assert f"expected {expected} bytes" in message and f"found {size}" in message
+        assert f"expected {expected} bytes" in message
+        assert f"found {size}" in message
         assert not official_accepts(path)
 
 

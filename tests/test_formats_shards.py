@@ -52,7 +52,8 @@ def test_entries_carry_the_path_of_their_shard(two_shards: pathlib.Path) -> None
     assert file.size == sum(shard.stat().st_size for shard in shards)
     for name, shard in zip("ab", shards, strict=True):
         entry = file[name]
-        assert entry.path == str(shard) and entry == open_arrays(shard)[name]
+        assert entry.path == str(shard)
+        assert entry == open_arrays(shard)[name]
         data = shard.read_bytes()[entry.start : entry.end]
         oracle = safetensors_numpy.load_file(shard)[name]
         assert np.array_equal(np.frombuffer(data, entry.dtype), oracle)
@@ -84,7 +85,9 @@ def test_all_missing_shards_are_named_in_one_error(two_shards: pathlib.Path) -> 
 
 def test_a_name_its_shard_lacks_is_an_error(two_shards: pathlib.Path) -> None:
     message = refusal(write_index(two_shards, {"b": "one.safetensors"}))
-    assert NAME in message and "tensor 'b'" in message and "one.safetensors" in message
+    assert NAME in message
+    assert "tensor 'b'" in message
+    assert "one.safetensors" in message
 
 
 def test_a_damaged_shard_is_named(two_shards: pathlib.Path) -> None:
@@ -116,7 +119,8 @@ def test_a_shard_outside_the_folder_is_refused(two_shards: pathlib.Path, shard: 
     write_shard(two_shards / "sub" / "inside.safetensors", a=np.zeros(1))
     write_shard(two_shards.parent / "outside.safetensors", a=np.zeros(1))
     message = refusal(write_index(two_shards, {"a": shard}))
-    assert "tensor 'a'" in message and "in the index's folder" in message
+    assert "tensor 'a'" in message
+    assert "in the index's folder" in message
 
 
 def test_shards_below_the_folder_and_through_links_are_read(two_shards: pathlib.Path) -> None:
@@ -153,7 +157,8 @@ def test_a_damaged_index_is_a_format_error(
     path = tmp_path / NAME
     path.write_bytes(text)
     message = refusal(path)
-    assert expected in message and str(path) in message
+    assert expected in message
+    assert str(path) in message
 
 
 def test_an_index_too_large_to_be_one_is_not_read(tmp_path: pathlib.Path) -> None:

@@ -73,7 +73,7 @@ def _parse_header(path: str, version: int, text: bytes) -> _Header:
         shape, fortran_order, dtype = read(
             io.BytesIO(length + text), max_header_size=MAX_HEADER_CHARACTERS
         )
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         # literal_eval and numpy.dtype raise whatever the damage leads them to, MemoryError and
         # RecursionError included; nothing here does I/O.
         refuse(path, f"expected a .npy header, found {type(error).__name__}: {show(str(error))}")
