@@ -18,7 +18,7 @@ from numba import njit
 import gpuq
 from gpuq import compiling
 from gpuq.kernels import queue as protocol
-from gpuq.ordering import as_word, load_acquire, store_release
+from gpuq.ordering import as_word, fetch_add, load_acquire, relax, store_release
 
 OK = int(gpuq.Status.OK)
 STALE = int(gpuq.Status.STALE)
@@ -112,20 +112,28 @@ def wait_in_steps_body(q, ticket, step_ns, words):
         store_release(words, 0, load_acquire(words, 0) + as_word(1))
 
 
-def post_many_body(q, gate, tickets):
-    """Spin until ``gate[0]`` is set, then post as many requests as there are `tickets`."""
-    while load_acquire(gate, 0) == 0:
-        pass
+def post_many_body(q, meeting, tickets):
+    """Meet the other threads, then post as many requests as there are `tickets`."""
+    meet(meeting, 1)
     for i in range(len(tickets)):
         tickets[i] = gpuq.try_post(q, 1, 2, 3, 4, i)
 
 
-def wait_many_body(q, gate, statuses):
-    """Spin until ``gate[0]`` is set, then wait for tickets 0, 1, 2, ... in turn."""
-    while load_acquire(gate, 0) == 0:
-        pass
+def wait_many_body(q, meeting, statuses):
+    """Wait for tickets 0, 1, 2, ... in turn, meeting the other threads before each."""
     for ticket in range(len(statuses)):
+        meet(meeting, ticket + 1)
         statuses[ticket] = gpuq.wait(q, ticket)
+
+
+@compiling.inlined
+def meet(meeting, times):
+    """Spin until each of ``meeting[0]`` threads has been here `times` times."""
+    fetch_add(meeting, 1, as_word(1))
+    spins = 0
+    while load_acquire(meeting, 1) < meeting[0] * as_word(times):
+        relax(spins)
+        spins += 1
 
 
 pull_slices = compiled_kernel(pull_slices_body)

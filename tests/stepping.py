@@ -70,6 +70,12 @@ def read_flag(queue: Queue, ticket: int) -> tuple[Status, int]:
     return Status(word & FLAG_STATUS_MASK), word >> FLAG_ERRNO_SHIFT & FLAG_ERRNO_MASK
 
 
+def submission(queue: Queue, ticket: int) -> list[int]:
+    """Return the words of a ticket's submission."""
+    base = (ticket & (queue.capacity - 1)) * SUBMISSION_WORDS
+    return [int(word) for word in queue.submissions[base : base + SUBMISSION_WORDS]]
+
+
 class Stepper:
     """A poller over scripted reads and copies, with one source and one destination.
 

@@ -14,8 +14,8 @@ import pytest
 from conftest import WAIT_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import Compiled, Plain, post_many, wait_in_steps, wait_many
-from stepping import answer, bare_queue
+from kernels import Compiled, Plain, wait_in_steps
+from stepping import answer, bare_queue, submission
 
 from gpuq.layout import (
     DESTINATION,
@@ -27,7 +27,6 @@ from gpuq.layout import (
     SOURCE,
     START,
     STATE,
-    SUBMISSION_WORDS,
     TAG,
     Queue,
     State,
@@ -44,11 +43,6 @@ def start_at(queue: Queue, ticket: int) -> Queue:
     for t in range(ticket, ticket + queue.capacity):
         queue.turns[t & (queue.capacity - 1)] = t
     return queue
-
-
-def submission(queue: Queue, ticket: int) -> list[int]:
-    base = (ticket & (queue.capacity - 1)) * SUBMISSION_WORDS
-    return [int(word) for word in queue.submissions[base : base + SUBMISSION_WORDS]]
 
 
 def everything(queue: Queue) -> list[Any]:
@@ -207,30 +201,6 @@ def test_a_post_that_waits_is_released_by_an_abort() -> None:
     assert results == [-Status.ABORTED]
 
 
-def run_at_once(kernel: Any, q: Queue, outputs: list[Any]) -> None:
-    """Run a compiled kernel in one thread for each output, let go together."""
-    gate = np.zeros(1, dtype=np.uint64)
-    threads = [threading.Thread(target=kernel, args=(q, gate, output)) for output in outputs]
-    for thread in threads:
-        thread.start()
-    gate[0] = 1
-    for thread in threads:
-        thread.join(WAIT_SECONDS)
-        assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_that_post_at_once_get_different_tickets(threads: int) -> None:
-    post_many(bare_queue(1), np.ones(1, np.uint64), np.zeros(1, np.int64))  # compiled by now
-    for _ in range(10):
-        q = bare_queue(16_384)
-        tickets = [np.zeros(5000, dtype=np.int64) for _ in range(threads)]
-        run_at_once(post_many, q, tickets)
-        assert sorted(np.concatenate(tickets)) == list(range(5000 * threads))
-        assert q.tail[0] == 5000 * threads
-        assert (np.diff(tickets) > 0).all()
-
-
 # --- poll and wait -----------------------------------------------------------------------------
 
 ANSWERS = [s for s in Status if s.name not in ("PENDING", "STALE", "TIMED_OUT", "NO_SLOT")]
@@ -376,19 +346,6 @@ def test_a_waiting_thread_is_released_by_an_abort() -> None:
     q.control[STATE] = State.ABORTED
     thread.join(WAIT_SECONDS)
     assert results == [Status.ABORTED]
-
-
-def test_of_many_waiters_for_one_ticket_one_gets_the_answer() -> None:
-    wait_many(bare_queue(1), np.ones(1, np.uint64), np.zeros(0, np.int64))  # compiled by now
-    for _ in range(10):
-        q = bare_queue(8192)
-        for ticket in range(8192):
-            answer(q, ticket, Status.OK)
-        q.tail[0] = 8192
-        statuses = np.zeros((2, 8192), dtype=np.int64)
-        run_at_once(wait_many, q, list(statuses))
-        assert (np.sort(statuses, axis=0).T == [Status.OK, Status.STALE]).all()
-        np.testing.assert_array_equal(q.turns, np.arange(8192, 2 * 8192))
 
 
 @pytest.mark.parametrize("kind", [np.uint64, np.int64, np.int32, np.uint32])
