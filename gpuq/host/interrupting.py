@@ -28,15 +28,19 @@ def acting_at_interrupt(act: Callable[[], None]) -> Iterator[None]:
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    watcher = threading.Thread(
+        target=_watch, args=(receiver, before, act), name="gpuq-interrupt", daemon=True
+    )
     try:
-        threading.Thread(
-            target=_watch, args=(receiver, before, act), name="gpuq-interrupt", daemon=True
-        ).start()
+        watcher.start()
         yield
     finally:
         signal.set_wakeup_fd(before)
-        # Its end is the end of the thread, which reads what came before that.
+        # Its end is the end of the thread, which reads what came before that. It is waited for:
+        # the descriptor that it passes signals on to may be closed next, and its number reused.
         sender.close()
+        if watcher.ident is not None:
+            watcher.join()
 
 
 def _watch(receiver: socket.socket, before: int, act: Callable[[], None]) -> None:
