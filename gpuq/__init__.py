@@ -25,6 +25,7 @@ from gpuq.kernels import (
     block_rank,
     block_size,
     errno_of,
+    gather,
     poll,
     poll_counter,
     post,
@@ -33,6 +34,7 @@ from gpuq.kernels import (
     post_block_at,
     post_counted,
     post_counted_at,
+    post_gather,
     pull,
     pull_at,
     pull_block,
@@ -52,8 +54,10 @@ from gpuq.kernels import (
     wait_counter_block,
     wait_counter_for,
     wait_for,
+    wait_gather,
     wait_warp,
 )
+from gpuq.kernels.gathering import Table
 from gpuq.kernels.stream import Stream
 from gpuq.layout import NO_TICKET, Queue, State, Status
 from gpuq.loader import Counter, Destination, Explanation, Loader, Source, TileStream
@@ -82,6 +86,7 @@ __all__ = [
     "Statistics",
     "Status",
     "Stream",
+    "Table",
     "TargetUnavailableError",
     "TileStream",
     "__version__",
@@ -90,6 +95,7 @@ __all__ = [
     "block_rank",
     "block_size",
     "errno_of",
+    "gather",
     "poll",
     "poll_counter",
     "post",
@@ -98,6 +104,7 @@ __all__ = [
     "post_block_at",
     "post_counted",
     "post_counted_at",
+    "post_gather",
     "pull",
     "pull_at",
     "pull_block",
@@ -117,5 +124,6 @@ __all__ = [
     "wait_counter_block",
     "wait_counter_for",
     "wait_for",
+    "wait_gather",
     "wait_warp",
 ]

@@ -42,6 +42,7 @@ from gpuq.host.tables import (
     NBYTES,
 )
 from gpuq.kernels.binding import bind
+from gpuq.kernels.gathering import Table
 from gpuq.kernels.queue import pull
 from gpuq.kernels.stream import MOST_TILE_ROWS, MOST_TILES, STREAM_WORDS, Stream
 from gpuq.launching import Launch, compile_for_cpu, cuda_kernel, launch_on_cpu, launch_on_cuda
@@ -397,11 +398,19 @@ class Loader:
             The loader cannot be used any more.
         """
         self._service.check()
+        return Counter(self._take_counters(1))
+
+    def _take_counters(self, count: int) -> int:
+        """Give out `count` counters in a row; return the first one's number."""
         with self._service.lock:
-            if self._counters == self.config.counters:
-                raise ConfigError(f"all {self._counters} counters are given out (setting counters)")
-            self._counters += 1
-            return Counter(self._counters - 1)
+            first = self._counters
+            if first + count > self.config.counters:
+                raise ConfigError(
+                    f"{first} of {self.config.counters} counters are given out, {count} more were "
+                    "asked for (setting counters)"
+                )
+            self._counters += count
+        return first
 
     # --- destinations ---
 
@@ -657,6 +666,51 @@ class Loader:
             words=device.filled((workers, STREAM_WORDS), "int64", 0),
         )
         return TileStream(handle, destination)
+
+    def table(
+        self,
+        source: Source,
+        destination: Destination,
+        row_bytes: int,
+        *,
+        start: int = 0,
+        end: int | None = None,
+        workers: int = 1,
+    ) -> Table:
+        """Name a table of rows in a file, for `gpuq.gather`.
+
+        Parameters
+        ----------
+        source : Source
+        destination : Destination
+            Where the rows that are gathered go, one behind the other.
+        row_bytes : int
+        start, end : int
+            Where the rows lie in the file, in bytes; by default all of it.
+        workers : int
+            Blocks that gather at once. Each uses up a counter.
+
+        Raises
+        ------
+        ConfigError
+            A number is out of its range, or not so many counters are left.
+        """
+        self._service.check()
+        limit = min(source.size, source.end) if end is None else end
+        if row_bytes < 1 or workers < 1 or not 0 <= start <= limit:
+            raise ConfigError(
+                f"{source.path}: no table of rows of {row_bytes} bytes from {start} to {limit} "
+                f"for {workers} workers"
+            )
+        return Table(
+            source=source.handle,
+            destination=destination.handle,
+            start=start,
+            rows=(limit - start) // row_bytes,
+            row_bytes=row_bytes,
+            counter=self._take_counters(workers),
+            workers=workers,
+        )
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait until launched kernels have returned; interruptible.

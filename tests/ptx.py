@@ -352,12 +352,22 @@ def _forbidden_accesses(ptx: Ptx) -> list[str]:
 
 
 def _loops_that_see_nothing(ptx: Ptx) -> list[str]:
-    """Find loops without an acquiring load or an atomic in them: a hoisted poll leaves such."""
+    """Find loops without an acquiring load or an atomic in them: a hoisted poll leaves such.
+
+    Loops that walk along an array of the kernel's own end by themselves.
+    """
     return [
         f"the loop at line {ptx.within(loop)[0].line} loads nothing that others change"
         for loop in ptx.loops
-        if not any(i.opcode.startswith(("ld.acquire", "atom.acq_rel")) for i in ptx.within(loop))
+        if not any(
+            i.opcode.startswith(("ld.acquire", "atom.acq_rel")) or _walks(ptx, i)
+            for i in ptx.within(loop)
+        )
     ]
+
+
+def _walks(ptx: Ptx, instruction: Instruction) -> bool:
+    return instruction.is_memory and ptx.array_of(instruction) in ("indices", "statuses")
 
 
 def _spins_without_end(ptx: Ptx) -> list[str]:

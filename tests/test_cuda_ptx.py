@@ -41,6 +41,7 @@ POSTS = TRIES | {("control", ACQUIRE, "in a loop")}
 WAITS = {("flags", ACQUIRE, "in a loop"), ("control", ACQUIRE, "in a loop"), ("turns", SWAP)}
 PULLS = POSTS | WAITS
 COUNTS = {("counters", ACQUIRE, "in a loop"), ("control", ACQUIRE, "in a loop"), ("taken", SWAP)}
+GATHERS = PULLS | COUNTS
 
 MUST: dict[str, set[Any]] = {
     "bind": PULLS,
@@ -48,6 +49,7 @@ MUST: dict[str, set[Any]] = {
     "block_rank": set(),
     "block_size": set(),
     "errno_of": {("flags", ACQUIRE)},
+    "gather": GATHERS,
     "poll": {("flags", ACQUIRE), ("control", ACQUIRE)},
     "poll_counter": {("counters", ACQUIRE), ("taken", DEVICE_ACQUIRE)},
     "post": POSTS,
@@ -56,6 +58,7 @@ MUST: dict[str, set[Any]] = {
     "post_block_at": POSTS,
     "post_counted": POSTS,
     "post_counted_at": POSTS,
+    "post_gather": POSTS,
     "pull": PULLS,
     "pull_at": PULLS,
     "pull_block": PULLS,
@@ -75,6 +78,7 @@ MUST: dict[str, set[Any]] = {
     "wait_counter_block": COUNTS,
     "wait_counter_for": COUNTS,
     "wait_for": WAITS,
+    "wait_gather": GATHERS,
     "wait_warp": WAITS,
 }
 """What each function must do: (array, how[, "in a loop"])."""
@@ -111,6 +115,15 @@ def _(results, position, value):
     return keep_integer
 
 
+_TYPES_OF_PARAMETERS = {
+    "q": QUEUE,
+    "stream": STREAM,
+    "table": types.NamedTuple([types.int64] * len(gpuq.Table._fields), gpuq.Table),
+    "indices": INTEGERS,
+    "statuses": INTEGERS,
+}
+
+
 @functools.cache
 def compiled(name: str) -> Compiled:
     """Compile a kernel that calls one function with all its arguments and keeps its results."""
@@ -119,8 +132,7 @@ def compiled(name: str) -> Compiled:
         function = gpuq.bind(source=HANDLE, destination=HANDLE)
     parameters = list(inspect.signature(function).parameters)
     arguments: dict[str, Any] = {
-        parameter: {"q": QUEUE, "stream": STREAM}.get(parameter, types.int64)
-        for parameter in parameters
+        parameter: _TYPES_OF_PARAMETERS.get(parameter, types.int64) for parameter in parameters
     }
     arguments["results"] = INTEGERS
     call = f"function({', '.join(parameters)})"

@@ -10,6 +10,7 @@ from gpuq.kernels.counters import (
     wait_counter,
     wait_counter_for,
 )
+from gpuq.kernels.gathering import gather, post_gather, wait_gather
 from gpuq.kernels.queue import (
     errno_of,
     poll,
@@ -45,6 +46,7 @@ __all__ = [
     "block_rank",
     "block_size",
     "errno_of",
+    "gather",
     "poll",
     "poll_counter",
     "post",
@@ -53,6 +55,7 @@ __all__ = [
     "post_block_at",
     "post_counted",
     "post_counted_at",
+    "post_gather",
     "pull",
     "pull_at",
     "pull_block",
@@ -72,5 +75,6 @@ __all__ = [
     "wait_counter_block",
     "wait_counter_for",
     "wait_for",
+    "wait_gather",
     "wait_warp",
 ]
