@@ -476,9 +476,11 @@ class Loader:
                 raise error(f"no {what} is open in this loader")
             return next(iter(known.values()))
         if isinstance(wanted, str):
-            for entry in known.values():
-                if entry.name == wanted:
-                    return entry
+            matches = [entry for entry in known.values() if entry.name == wanted]
+            if len(matches) == 1:
+                return matches[0]
+            if matches:
+                raise error(f"{len(matches)} {what}s are named {wanted!r}")
             names = ", ".join(sorted(repr(e.name) for e in known.values() if e.name)) or "none"
             raise error(f"no {what} is named {wanted!r}; named are: {names}")
         return wanted
