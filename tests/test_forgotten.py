@@ -229,7 +229,6 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(
     np.testing.assert_array_equal(array, payload[5:10_005])
 
 
-@pytest.mark.xfail(strict=True, reason="nobody tells the child's copy of the queue; to be fixed")
 def test_a_kernel_in_a_forked_child_does_not_wait_for_an_answer_that_cannot_come(
     make_loader: MakeLoader, payload_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpuq.config import LoaderConfig
 from gpuq.errors import ClosedError, ForkedError, PollerDiedError, ReaderUnavailableError
 from gpuq.host import poller as serving
 from gpuq.host.copier import describe_failure
-from gpuq.host.device import Device, Region
+from gpuq.host.device import CpuDevice, Device, Region
 from gpuq.host.direct_file import OpenFile
 from gpuq.host.libc import sleep_ns
 from gpuq.host.reader import flush_reads, reap_read, submit_read
@@ -59,6 +60,20 @@ def keep_forever(thing: Any) -> None:
     Not even when the interpreter ends and empties its modules: a thread may be using it then.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_services: weakref.WeakSet[Service] = weakref.WeakSet()
+
+
+def _abort_in_child() -> None:
+    """Tell kernels of a forked child that nobody serves them; its copy of the words is its own."""
+    for service in list(_services):
+        # CUDA does not survive a fork, and its memory may not be there.
+        if isinstance(service.device, CpuDevice):
+            serving.raise_state(service.shown, int(State.ABORTED))
+
+
+os.register_at_fork(after_in_child=_abort_in_child)
 
 
 @dataclass(frozen=True)
@@ -276,6 +291,7 @@ class Service:
         self._outcome = _Outcome()
         self._reported = False
         self._released = False
+        _services.add(self)
         self._was_started = False
         self._was_aborted_here = False
         try:
