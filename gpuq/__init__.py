@@ -18,6 +18,7 @@ from gpuq.errors import (
     SourceError,
     TargetUnavailableError,
 )
+from gpuq.handles import Counter, Destination, Explanation, Source, TileStream
 from gpuq.host.service import Statistics
 from gpuq.kernels import (
     bind,
@@ -60,7 +61,7 @@ from gpuq.kernels import (
 from gpuq.kernels.gathering import Table
 from gpuq.kernels.stream import Stream
 from gpuq.layout import NO_TICKET, Queue, State, Status
-from gpuq.loader import Counter, Destination, Explanation, Loader, Source, TileStream
+from gpuq.loader import Loader
 from gpuq.version import __version__
 
 __all__ = [

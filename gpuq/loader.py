@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import FunctionType, TracebackType
 from typing import Any
 
@@ -22,8 +21,9 @@ from gpuq.errors import (
     SourceError,
     TargetUnavailableError,
 )
+from gpuq.handles import Counter, Destination, Explanation, Source, TileStream
 from gpuq.host.device import CpuDevice, Device, SimulatorDevice
-from gpuq.host.direct_file import OpenFile, open_file
+from gpuq.host.direct_file import open_file
 from gpuq.host.interrupting import acting_at_interrupt
 from gpuq.host.service import Service, Statistics, keep_forever
 from gpuq.host.tables import (
@@ -49,191 +49,6 @@ from gpuq.launching import Launch, compile_for_cpu, cuda_kernel, launch_on_cpu, 
 from gpuq.layout import NO_TICKET, Queue, State
 
 _ABORTED_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How a source is read, and why.
-
-    Attributes
-    ----------
-    path : str
-    direct : bool
-        Whether reads bypass the page cache now.
-    alignment : int
-        Bytes; of offset and length of the reads.
-    reason : str
-        Why they do or do not.
-    reader, reader_reason : str
-    target, target_reason : str
-    """
-
-    path: str
-    direct: bool
-    alignment: int
-    reason: str
-    reader: str
-    reader_reason: str
-    target: str
-    target_reason: str
-
-    def __str__(self) -> str:
-        mode = "direct" if self.direct else "buffered"
-        return (
-            f"{self.path}: {mode} ({self.reason}); reader {self.reader} ({self.reader_reason}); "
-            f"target {self.target} ({self.target_reason})"
-        )
-
-
-class Source:
-    """A file that kernels may read, by `handle`. Made by `Loader.open`.
-
-    Attributes
-    ----------
-    handle : int
-        What kernels name it by.
-    path : str
-    size : int
-        Bytes of the file when it was opened.
-    start, end : int
-        The range that kernels may ask for, in bytes; `end` is one past the last.
-    name : str or None
-        For `Loader.bind`.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        file: OpenFile,
-        handle: int,
-        start: int,
-        end: int,
-        name: str | None,
-    ) -> None:
-        self.handle = handle
-        self.path = file.path
-        self.size = file.size
-        self.start = start
-        self.end = end
-        self.name = name
-        self._service = service
-        self._file: OpenFile | None = file
-
-    @property
-    def is_open(self) -> bool:
-        """Whether kernels may still read it."""
-        return self._file is not None
-
-    def close(self) -> None:
-        """Refuse new requests, wait for those admitted, and close the file. Twice is harmless."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                self._service.close_entry(self._service.sources, self.handle)
-            except BaseException:
-                self._file = file
-                raise
-            file.close()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "" if self.is_open else ", closed"
-        return f"<gpuq.Source {self.path!r}, {self.size} bytes, handle {self.handle:#x}{state}>"
-
-
-class Destination:
-    """An array that kernels may have bytes put into, by `handle`. Made by `Loader.register`.
-
-    Attributes
-    ----------
-    handle : int
-        What kernels name it by.
-    nbytes : int
-    array : array
-        Kept alive until `unregister`.
-    name : str or None
-        For `Loader.bind`.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        array: Any,
-        owner: Any,
-        handle: int,
-        nbytes: int,
-        name: str | None,
-    ) -> None:
-        self.handle = handle
-        self.nbytes = nbytes
-        self.array = array
-        self.name = name
-        self._owner = owner
-        self._service = service
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether kernels may still have bytes put there."""
-        return self._owner is not None
-
-    def unregister(self) -> None:
-        """Refuse new requests, wait for those admitted, and let the array go. Twice is harmless."""
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            try:
-                self._service.close_entry(self._service.destinations, self.handle)
-            except BaseException:
-                self._owner = owner
-                raise
-
-    def __repr__(self) -> str:
-        state = "" if self.is_registered else ", unregistered"
-        return f"<gpuq.Destination of {self.nbytes} bytes, handle {self.handle:#x}{state}>"
-
-
-@dataclass(frozen=True)
-class TileStream:
-    """Rows of a source for the blocks of a kernel, tile by tile. Made by `Loader.stream`.
-
-    Attributes
-    ----------
-    handle : Stream
-        What kernels are handed: for `gpuq.stream_open` and `gpuq.stream_next`.
-    destination : Destination
-        The tiles.
-    """
-
-    handle: Stream
-    destination: Destination
-
-    @property
-    def rows(self) -> int:
-        """How many rows the stream's range has."""
-        return self.handle.rows
-
-    def close(self) -> None:
-        """Let the tiles go; no kernel walks any more."""
-        self.destination.unregister()
-
-
-@dataclass(frozen=True)
-class Counter:
-    """Counts the answers to `gpuq.post_counted`. Made by `Loader.counter`.
-
-    Attributes
-    ----------
-    handle : int
-        What kernels name it by.
-    """
-
-    handle: int
-
-
 _WITH_HANDLE = (Source, Destination, TileStream, Counter)
 
 

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from gpuq.errors import ConfigError, FormatError
 from gpuq.formats import ArrayEntry, ArrayFile, open_arrays
+from gpuq.handles import Destination, Explanation, Source
 from gpuq.kernels import ready
 from gpuq.layout import Status
-from gpuq.loader import Destination, Explanation, Loader, Source
+from gpuq.loader import Loader
 
 MIN_SLICE_BYTES = 512
 """A slice costs 56 bytes of tables; smaller ones would need as much memory as their data."""

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gpuq.loader import Explanation
+from gpuq.handles import Explanation
 from gpuq.pull_files import Pull, PulledArray
 
 _UNBOUNDED_COLUMNS = 100_000

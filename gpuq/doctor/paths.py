@@ -13,8 +13,9 @@ from gpuq.doctor.mounts import mount_of
 from gpuq.doctor.reading import RAISE_OPEN_FILES
 from gpuq.doctor.trial import TRIAL_BYTES, fault_of, pull_first
 from gpuq.errors import GpuqError
+from gpuq.handles import Explanation
 from gpuq.host.direct_file import OpenFile, open_file, statx_alignment
-from gpuq.loader import Explanation, Loader
+from gpuq.loader import Loader
 from gpuq.pull_files import Pull
 
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from gpuq.errors import ClosedError, ReaderUnavailableError
+from gpuq.handles import Destination, Source
 from gpuq.layout import State, Status
-from gpuq.loader import Destination, Loader, Source
+from gpuq.loader import Loader
 from gpuq.soak.content import (
     ANY_RIGHT,
     AT,
