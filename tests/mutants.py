@@ -350,15 +350,15 @@ MUTANTS = (
     _mutant(
         "a source is closed while requests use it",
         "source closed, reads",
-        ("service.Service.close_entry", " or table.in_flight(handle) > 0", ""),
+        ("service.Service.close_entry", " or table.in_flight(*handles) > 0", ""),
     ),
     _mutant(
         "a source is closed while a pass may still hold its handle",
         "source closed",
         (
             "service.Service.close_entry",
-            "int(load_acquire(self.control, REVISION_SEEN)) < wanted or ",
-            "",
+            "int(load_acquire(self.control, REVISION_SEEN)) < wanted",
+            "False",
         ),
     ),
     _mutant(

@@ -272,7 +272,7 @@ def test_a_schedule_runs_again_from_its_seed() -> None:
         outcome = explorer.search(Bounds(1, 1))
         assert outcome.finding is not None
         again = Explorer(configuration, edits)
-        findings = [again.replay(outcome.finding.seed, Bounds(1, 1)) for _ in range(2)]
+        findings = [again.replay(outcome.finding.seed) for _ in range(2)]
         assert findings[0] == findings[1]
         assert findings[0][0] == outcome.finding
         assert any("submissions[0]" in step for step in findings[0][1])
@@ -283,6 +283,21 @@ def test_a_search_is_repeatable() -> None:
     outcomes = [Explorer(configuration).search(Bounds(1, 1)) for _ in range(2)]
     assert outcomes[0].is_complete
     assert replace(outcomes[0], seconds=0.0) == replace(outcomes[1], seconds=0.0)
+
+
+def test_random_schedules_are_different_repeatable_and_find_what_is_wrong() -> None:
+    configuration = CONFIGURATIONS["two waiters"]
+    outcomes = [Explorer(configuration).sample(Bounds(5, 3), 100, seed=1) for _ in range(2)]
+    assert replace(outcomes[0], seconds=0.0) == replace(outcomes[1], seconds=0.0)
+    assert 50 < outcomes[0].sampled <= 100
+    assert outcomes[0].finding is None
+
+    late = Edit("queue.judge", "if sequence > ticket + 1:", "if False:")
+    explorer = Explorer(configuration, [late])
+    finding = explorer.sample(Bounds(5, 3), 5000).finding
+    assert finding is not None
+    assert finding.kind == "WaitsForever"
+    assert explorer.replay(finding.seed)[0] == finding
 
 
 # --- the protocol ------------------------------------------------------------------------------

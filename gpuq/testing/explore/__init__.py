@@ -6,7 +6,7 @@ depth-first search takes them through all schedules within its bounds (`schedule
 `ledger` says which properties are checked, `configurations` which systems are searched. A
 schedule in which a property fails is printed as a seed, and runs again step by step::
 
-    python -m gpuq.testing.explore "pull, 2 slots" "40.1 52.2"
+    python -m gpuq.testing.explore "pull, 2 slots" "2,0,0,0 40.1 52.2"
 
 greenlet is needed, which the ``test`` extra brings.
 """

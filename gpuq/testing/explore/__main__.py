@@ -22,7 +22,7 @@ def main() -> int:
         explorer = Explorer(configuration)
         bounds = configuration.long_bounds if given.long else configuration.bounds
         if given.seed is not None:
-            finding, steps = explorer.replay(given.seed, bounds)
+            finding, steps = explorer.replay(given.seed)
             print("\n".join(steps))
             print(finding or "nothing is wrong with this schedule")
         else:

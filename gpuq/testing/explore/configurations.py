@@ -94,7 +94,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         Bounds(2, faults=2),
         {"file_bytes": 13, "read_faults": (SHORT,), "must_be_direct": True},
     ),
-    ("fairness", fairness, Bounds(0, 1), Bounds(1, 1), {"buffers": 1}),
+    ("fairness", fairness, Bounds(2), Bounds(3), {"buffers": 1}),
     (
         "copies",
         pieces((0, 6), (6, 8), (8, 9)),
@@ -160,7 +160,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         {"has_host": True},
     ),
     ("destination let go", unregistered, Bounds(2), Bounds(3), {"has_host": True}),
-    ("rings", rings(4), Bounds(2), Bounds(3), _RING, _QUICK_TO_SLEEP),
+    ("rings", rings(4), Bounds(1, 1), Bounds(2), _RING, _QUICK_TO_SLEEP),
     (
         "rings, one worker",
         rings(3),

@@ -102,6 +102,13 @@ class Machine:
         Which ticket the staging buffer at an address works for.
     read_faults, driver_faults : tuple of str
         What may happen, within `Bounds.faults`.
+
+    Attributes
+    ----------
+    reads : list of Transfer
+        All, in the order in which they were submitted.
+    in_flight : list of Transfer
+        Reads and copies between their start and their end.
     """
 
     def __init__(
@@ -126,9 +133,10 @@ class Machine:
         self._sleepers: dict[int, list[Fiber]] = {}
         self._bells: Words | None = None
         # The reading device: submitted, handed over, done.
-        self._submitted: list[Transfer] = []
+        self.reads: list[Transfer] = []
         self._waiting: list[Transfer] = []
         self._started: set[int] = set()
+        self._shortened: set[tuple[int, int]] = set()
         self._done: list[Transfer] = []
         self._reaped = 0
         self._flushed = 0
@@ -180,7 +188,10 @@ class Machine:
         if (read.offset | read.buffer | read.nbytes) % file.alignment:
             return -errno.EINVAL
         most = max(min(read.nbytes, len(file.data) - read.offset), 0)
-        if fault == SHORT:
+        piece = (read.ticket, read.buffer + read.nbytes)
+        if fault == SHORT and piece not in self._shortened:
+            # Once for each piece: a second one that brings nothing new would be the end of a file.
+            self._shortened.add(piece)
             most = min(most, max(read.nbytes - 1, 1) if most == read.nbytes else most // 2)
         for i in range(most):
             self.memory.store(read.buffer + i, file.data[read.offset + i])
@@ -190,7 +201,7 @@ class Machine:
 
     def read_at(self, descriptor: int, address: int, nbytes: int, offset: int) -> int:
         """pread(2), which takes its time."""
-        for read in self._submitted:
+        for read in self.reads:
             if read.buffer == address and read in self.in_flight:
                 break
         else:
@@ -210,8 +221,8 @@ class Machine:
         read = Transfer(
             "read", self._ticket_of(address), address, nbytes, -1, lease, descriptor, offset
         )
-        read.number = len(self._submitted)
-        self._submitted.append(read)
+        read.number = len(self.reads)
+        self.reads.append(read)
         self.begin(read)
 
     def size_of(self, descriptor: int) -> int:
@@ -255,7 +266,7 @@ class Machine:
 
     def flush(self, *, is_shared: bool) -> None:
         """Let the device see what was submitted."""
-        new = self._submitted[self._flushed :]
+        new = self.reads[self._flushed :]
         self._flushed += len(new)
         self._waiting += new
         if new and is_shared:

@@ -134,10 +134,10 @@ class Code:
         if known is not None:
             return known
         made = value
-        if value in compiling._contracts if isinstance(value, types.FunctionType) else False:
-            made = self._dispatcher(value)
-        elif isinstance(value, types.FunctionType):
-            if value.__module__ in self._globals:
+        if isinstance(value, types.FunctionType):
+            if value in compiling._contracts:
+                made = self._dispatcher(value)
+            elif value.__module__ in self._globals:
                 made = self._function(value, value.__qualname__)
         elif hasattr(value, "py_func"):
             return self._rebuild(value.py_func)
@@ -159,22 +159,19 @@ class Code:
 
     def _dispatcher(self, declared: Callable[..., Any]) -> Callable[..., Any]:
         """Dispatch to rebuilt implementations; models bring methods of the same name."""
-        implementations: dict[type, Callable[..., Any]] = {}
-        name = declared.__name__
+
+        class Implementations(dict[type, Callable[..., Any]]):
+            def __missing__(self, owner: type) -> Callable[..., Any]:
+                self[owner] = getattr(owner, declared.__name__)
+                return self[owner]
+
+        implementations = Implementations()
 
         def dispatch(first: Any, *rest: Any) -> Any:
             return implementations[type(first)](first, *rest)
 
-        self._rebuilt[id(declared)] = dispatch
         for owner, function in compiling._contracts[declared].implementations.items():
             implementations[owner] = self._rebuild(function)
-
-        class WithModels(dict[type, Callable[..., Any]]):
-            def __missing__(self, owner: type) -> Callable[..., Any]:
-                self[owner] = getattr(owner, name)
-                return self[owner]
-
-        implementations = WithModels(implementations)
         return dispatch
 
     def _class(self, owner: type) -> type:

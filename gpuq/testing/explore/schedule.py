@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from greenlet import GreenletExit, greenlet  # type: ignore[import-untyped]
@@ -36,6 +37,8 @@ MOST_TICKS = 6
 """Times in one schedule that time passes because everybody waits."""
 
 _ALL_OF_SETUP = 1 << 60
+_DEVIATIONS = 0.04
+"""Of random choices, which are 0 otherwise: a schedule has about a hundred."""
 
 
 class Violation(AssertionError):
@@ -96,6 +99,8 @@ class Fiber:
         The version in which it first loaded each word since its last `relax`.
     oldest : dict
         Per word, the oldest store that it may still see.
+    work : object
+        The scenario's: what it is doing.
     """
 
     __slots__ = (
@@ -137,10 +142,17 @@ class Fiber:
 
 
 class World:
-    """One run at a time: its fibers, its choices, and who is running."""
+    """One run at a time: its fibers, its choices, and who is running.
+
+    Attributes
+    ----------
+    random : Random or None
+        Makes the choices that the schedule does not; None: they are 0.
+    """
 
     def __init__(self) -> None:
         self._main = greenlet.getcurrent()
+        self.random: Random | None = None
         self.begin([], Bounds())
 
     def begin(self, path: list[int], bounds: Bounds, trace: list[str] | None = None) -> None:
@@ -176,8 +188,11 @@ class World:
             if choice >= options:
                 raise ScenarioError("the schedule does not fit: a run does not repeat itself")
             return choice
-        self.path.append(0)
-        return 0
+        choice = 0
+        if self.random is not None and self.random.random() < _DEVIATIONS:
+            choice = self.random.randrange(options)
+        self.path.append(choice)
+        return choice
 
     def fault(self, options: int) -> int:
         """Return which answer the machine gives: 0 is the usual one, others use up a budget."""
@@ -368,7 +383,7 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.message} (seed {self.seed or '-'})"
+        return f"{self.kind}: {self.message} (seed {self.seed})"
 
 
 @dataclass
@@ -380,6 +395,8 @@ class Outcome:
     name : str
     schedules : int
         Different schedules that ran.
+    sampled : int
+        Of these, random ones beyond the bounds.
     is_complete : bool
         There are no others within the bounds.
     finding : Finding or None
@@ -394,31 +411,50 @@ class Outcome:
 
     name: str
     schedules: int = 0
+    sampled: int = 0
     is_complete: bool = False
     finding: Finding | None = None
     seconds: float = 0.0
     steps: int = 0
     notes: dict[str, int] = field(default_factory=dict)
 
+    def note(self, notes: dict[str, int]) -> None:
+        """Add to the notes."""
+        for what, times in notes.items():
+            self.notes[what] = self.notes.get(what, 0) + times
+
+    def add(self, other: Outcome) -> None:
+        """Add what a later search of the same configuration saw."""
+        self.schedules += other.schedules
+        self.sampled += other.sampled
+        self.finding = self.finding or other.finding
+        self.seconds += other.seconds
+        self.steps += other.steps
+        self.note(other.notes)
+
     def __str__(self) -> str:
         extent = "all" if self.is_complete else "not all"
+        extent += f" within the bounds, {self.sampled:,} random" if self.sampled else ""
         notes = "".join(f", {what}: {times:,}" for what, times in sorted(self.notes.items()))
         line = f"{self.name}: {self.schedules:,} schedules ({extent}), {self.seconds:.1f} s{notes}"
         return line if self.finding is None else f"{line}\n  {self.finding}"
 
 
-def encode(path: list[int]) -> str:
-    """Return a schedule as a seed: ``position.choice`` for each choice that is not 0."""
-    return " ".join(f"{position}.{choice}" for position, choice in enumerate(path) if choice)
+def encode(path: list[int], bounds: Bounds) -> str:
+    """Return a schedule as a seed: its bounds, and ``position.choice`` for each that is not 0."""
+    budgets = f"{bounds.preemptions},{bounds.switches},{bounds.faults},{bounds.stale}"
+    choices = (f"{position}.{choice}" for position, choice in enumerate(path) if choice)
+    return " ".join((budgets, *choices))
 
 
-def decode(seed: str) -> list[int]:
-    """Return the schedule of a seed; what lies behind its last choice is 0."""
-    pairs = [tuple(map(int, pair.split("."))) for pair in seed.split() if pair != "-"]
+def decode(seed: str) -> tuple[list[int], Bounds]:
+    """Return the schedule of a seed and its bounds; what lies behind its last choice is 0."""
+    budgets, *choices = seed.split()
+    pairs = [tuple(map(int, choice.split("."))) for choice in choices]
     path = [0] * (pairs[-1][0] + 1 if pairs else 0)
     for position, choice in pairs:
         path[position] = choice
-    return path
+    return path, Bounds(*map(int, budgets.split(",")))
 
 
 def advance(path: list[int], widths: list[int]) -> bool:

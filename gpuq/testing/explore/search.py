@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,8 @@ from gpuq.testing.explore.schedule import (
 )
 from gpuq.testing.explore.stage import Stage
 
-_RUNS_PER_COLLECTION = 200
+_THRESHOLDS = (100_000, 10, 10)
+"""Of the garbage collector: about a hundred runs between collections."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Explorer:
         except ScenarioError:
             raise
         except Exception as error:
-            return Finding(encode(world.path), type(error).__name__, str(error)), stage.notes
+            return Finding(encode(path, bounds), type(error).__name__, str(error)), stage.notes
         finally:
             world.end()
         return None, stage.notes
@@ -86,27 +89,30 @@ class Explorer:
         """Run all schedules within the bounds, at most `most`, up to the first finding."""
         outcome = Outcome(self.configuration.name)
         path: list[int] = []
-        start = time.process_time()
-        # Each schedule leaves cycles behind; what was there before need not be walked for them.
-        gc.freeze()
-        gc.disable()
-        while most is None or outcome.schedules < most:
-            if outcome.schedules % _RUNS_PER_COLLECTION == 0:
-                gc.collect()
-            finding, notes = self.run(path, bounds)
-            outcome.schedules += 1
-            outcome.steps += self.world.steps
-            for note, times in notes.items():
-                outcome.notes[note] = outcome.notes.get(note, 0) + times
-            if finding is not None:
-                outcome.finding = finding
-                break
-            if not advance(path, self.world.widths):
-                outcome.is_complete = True
-                break
-        gc.enable()
-        gc.unfreeze()
-        outcome.seconds = time.process_time() - start
+        with _counted(outcome):
+            while most is None or outcome.schedules < most:
+                outcome.schedules += 1
+                if self._finds(outcome, path, bounds):
+                    break
+                if not advance(path, self.world.widths):
+                    outcome.is_complete = True
+                    break
+        return outcome
+
+    def sample(self, bounds: Bounds, runs: int, seed: int = 0) -> Outcome:
+        """Run random schedules within the bounds, up to the first finding."""
+        outcome = Outcome(self.configuration.name)
+        different = set()
+        self.world.random = Random(seed)
+        with _counted(outcome):
+            for _ in range(runs):
+                path: list[int] = []
+                found = self._finds(outcome, path, bounds)
+                different.add(tuple(path))
+                if found:
+                    break
+        self.world.random = None
+        outcome.schedules = outcome.sampled = len(different)
         return outcome
 
     def find(self, bounds: Bounds, most: int) -> Outcome:
@@ -120,8 +126,35 @@ class Explorer:
         outcome.schedules = schedules
         return outcome
 
-    def replay(self, seed: str, bounds: Bounds) -> tuple[Finding | None, list[str]]:
+    def replay(self, seed: str) -> tuple[Finding | None, list[str]]:
         """Run the schedule of a seed again; return what is wrong with it, and its steps."""
         trace: list[str] = []
-        finding, _ = self.run(decode(seed), bounds, trace)
+        path, bounds = decode(seed)
+        finding, _ = self.run(path, bounds, trace)
         return finding, trace
+
+    def _finds(self, outcome: Outcome, path: list[int], bounds: Bounds) -> bool:
+        """Run a schedule and enter it into the outcome; say whether something is wrong with it."""
+        outcome.finding, notes = self.run(path, bounds)
+        outcome.steps += self.world.steps
+        outcome.note(notes)
+        return outcome.finding is not None
+
+
+@contextmanager
+def _counted(outcome: Outcome) -> Iterator[None]:
+    """Enter the time of many runs into an outcome, and let them be quick.
+
+    Each run leaves cycles behind; what was there before need not be walked to find them.
+    """
+    start = time.process_time()
+    gc.collect()
+    gc.freeze()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+        outcome.seconds = time.process_time() - start
