@@ -91,6 +91,7 @@ COMPILED_SOURCES = (
     "compiling.py",
     "layout.py",
     "ordering.py",
+    "reading.py",
     "host/*.py",
     "kernels/*.py",
     "testing/*.py",

@@ -6,6 +6,9 @@ A kernel cannot raise: what goes wrong there is a `gpuq.Status`.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 
 class GpuqError(Exception):
     """Base of everything that gpuq itself raises."""
@@ -25,6 +28,36 @@ class DestinationError(GpuqError, ValueError):
 
 class FormatError(GpuqError, ValueError):
     """A file's content contradicts its format."""
+
+
+class ReadError(GpuqError, OSError):
+    """Bytes that the host asked for did not arrive.
+
+    Attributes
+    ----------
+    path : str
+    start, end : int
+        What was asked for, in bytes.
+    status : Status
+        What a kernel would have been told.
+    errno : int or None
+        Of the system, where the status is ``READ_FAILED``.
+    """
+
+    def __init__(self, path: str, start: int, end: int, status: Any, errno: int | None) -> None:
+        reason = f" ({os.strerror(errno)})" if errno else ""
+        super().__init__(f"{path}: bytes {start} to {end}: {status.name}{reason}")
+        self.path = self.filename = path
+        self.start = start
+        self.end = end
+        self.status = status
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.path, self.start, self.end, self.status, self.errno)
 
 
 class DirectUnavailableError(GpuqError, OSError):

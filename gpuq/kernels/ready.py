@@ -11,9 +11,10 @@ from typing import Any
 from numba import cuda
 
 from gpuq.compiling import compiled, protocol
+from gpuq.kernels.cooperation import block_rank
 from gpuq.kernels.queue import errno_of, poll, post_at, try_post_at, wait
 from gpuq.layout import Status
-from gpuq.ordering import relax
+from gpuq.ordering import as_word, relax
 
 # Columns of a slice, in the order of `post_at`'s parameters.
 SLICE_SOURCE = 0
@@ -45,15 +46,21 @@ def post_slice(q: Any, slices: Any, row: Any, may_block: Any) -> Any:
 
 
 @protocol
-def take_answer(q: Any, ticket: Any, answers: Any, row: Any) -> None:
-    """Wait for a ticket, free its slot, and note status and errno in a row of `answers`."""
+def settle_answer(q: Any, ticket: Any) -> Any:
+    """Wait for a ticket and free its slot; return its status and errno."""
     spins = 0
     # The errno stands in the flag, which is this thread's to read only until `wait`.
     while poll(q, ticket) == _PENDING:
         relax(spins)
         spins += 1
-    answers[row, ANSWER_ERRNO] = errno_of(q, ticket)
-    answers[row, ANSWER_STATUS] = wait(q, ticket)
+    errno = errno_of(q, ticket)
+    return wait(q, ticket), errno
+
+
+@protocol
+def take_answer(q: Any, ticket: Any, answers: Any, row: Any) -> None:
+    """Wait for a ticket, free its slot, and note status and errno in a row of `answers`."""
+    answers[row, ANSWER_STATUS], answers[row, ANSWER_ERRNO] = settle_answer(q, ticket)
 
 
 @protocol
@@ -114,3 +121,30 @@ def pull_slices_kernel(q: Any, slices: Any, tickets: Any, answers: Any, window: 
     The simulator runs blocks one after another: give it one block.
     """
     pull_slices(q, cuda.grid(1), cuda.gridsize(1), slices, tickets, answers, window)
+
+
+def pull_request(index: Any, size: Any, q: Any, requests: Any, answers: Any) -> None:
+    """Pull one slice in each block: a body for `gpuq.Loader.launch`.
+
+    Parameters
+    ----------
+    index, size : int
+        Number of the block, and how many there are.
+    q : Queue
+    requests : array of uint64, ``size * SLICE_WORDS``
+    answers : array of uint64, ``size * ANSWER_WORDS``
+    """
+    if block_rank() == 0:
+        base = index * SLICE_WORDS
+        ticket = post_at(
+            q,
+            requests[base + SLICE_SOURCE],
+            requests[base + SLICE_DESTINATION],
+            requests[base + SLICE_OFFSET],
+            requests[base + SLICE_START],
+            requests[base + SLICE_END],
+            index,
+        )
+        status, errno = settle_answer(q, ticket)
+        answers[index * ANSWER_WORDS + ANSWER_STATUS] = as_word(status)
+        answers[index * ANSWER_WORDS + ANSWER_ERRNO] = as_word(errno)
