@@ -636,7 +636,8 @@ class Loader:
         ranges : iterable of (start, end)
             Taken from as reads end, so it may be long, or endless.
         in_flight : int
-            Reads under way at once, each with an array of its own.
+            Reads under way at once, each with an array of its own; at most half of the loader's
+            destinations.
 
         Yields
         ------

@@ -377,13 +377,14 @@ def read_many(
     loader: Any, source: Source, ranges: Iterable[tuple[int, int]], in_flight: int
 ) -> Iterator[tuple[int, Any]]:
     """Read ranges and give each when it has arrived; see `Loader.read_many`."""
+    most = _at_once(loader, in_flight)
     arrived: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     outstanding: dict[Future[Any], int] = {}
     left = enumerate(ranges)
     is_over = False
     try:
         while True:
-            while not is_over and len(outstanding) < in_flight:
+            while not is_over and len(outstanding) < most:
                 number, wanted = next(left, (0, None))
                 if wanted is None:
                     is_over = True
@@ -410,6 +411,7 @@ def load(loader: Any, path: str, names: Sequence[str] | None) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     outstanding: deque[Future[Any]] = deque()
+    most = _at_once(loader, _LOADED_AT_ONCE)
     try:
         for name in wanted:
             entry = entries[name]
@@ -418,7 +420,7 @@ def load(loader: Any, path: str, names: Sequence[str] | None) -> dict[str, Any]:
                 continue
             if entry.path not in sources:
                 sources[entry.path] = loader.open(entry.path)
-            if len(outstanding) == _LOADED_AT_ONCE:
+            if len(outstanding) == most:
                 outstanding.popleft().result()
             outstanding.append(
                 start_read(loader, sources[entry.path], entry.start, entry.end, memory)
@@ -431,6 +433,11 @@ def load(loader: Any, path: str, names: Sequence[str] | None) -> dict[str, Any]:
         for source in sources.values():
             source.close()
     return arrays
+
+
+def _at_once(loader: Any, wanted: int) -> int:
+    """Return how many reads may be under way: each has a destination, and others need some too."""
+    return max(min(wanted, loader.config.destinations // 2), 1)
 
 
 def _array_for(loader: Any, entry: ArrayEntry) -> tuple[Any, Any]:
