@@ -101,6 +101,10 @@ def print_at_the_end(config: pytest.Config, name: str, lines: Any) -> None:
     """Have ``lines()`` printed when the tests are over."""
 
     class Summary:
+        def pytest_sessionfinish(self) -> None:
+            # After a failure with -x, nobody waits for the other searches.
+            pool().shutdown(wait=False, cancel_futures=True)
+
         def pytest_terminal_summary(self, terminalreporter: Any) -> None:
             for line in lines():
                 terminalreporter.write_line(line)

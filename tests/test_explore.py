@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from searching import Searches, asked_names, print_at_the_end
 
+from gpuq import compiling
 from gpuq.testing.explore import CONFIGURATIONS, Bounds, Configuration, Edit, Explorer
 from gpuq.testing.explore.memory import Words, operations
+from gpuq.testing.explore.rebinding import MODULES
 from gpuq.testing.explore.schedule import Race, Violation, WaitsForever, World, advance
 
 LEAST_SCHEDULES = 100_000
@@ -261,6 +263,23 @@ def test_who_waits_for_nobody_is_found_and_who_is_woken_is_not() -> None:
 
     runs = explore(build_deaf, Bounds(NO_BOUND, NO_BOUND))
     assert all(isinstance(run, WaitsForever) for run in runs)
+
+
+def test_what_runs_is_the_products_own_code() -> None:
+    code = Explorer(CONFIGURATIONS["split"]).code
+    for module in MODULES:
+        rebuilt = getattr(code, module.__name__.rpartition(".")[2])
+        own = {
+            name: getattr(value, "py_func", value)
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+        }
+        functions = {n: f for n, f in own.items() if hasattr(f, "__code__")}
+        assert functions, f"nothing of {module.__name__} runs"
+        for name, function in functions.items():
+            if function not in compiling._contracts:
+                assert getattr(rebuilt, name).__code__ is function.__code__
+                assert getattr(rebuilt, name).__globals__ is not vars(module)
 
 
 def test_a_schedule_runs_again_from_its_seed() -> None:
