@@ -106,6 +106,22 @@ class Compiled:
         return bytes(Linker(code, options=options).link("cubin").code)
 
 
+def compiled_body(body: Callable[..., Any], arguments: dict[str, Any]) -> Compiled:
+    """Compile a kernel that runs a body for `Loader.launch`, its arguments named after it."""
+    from numba import cuda
+
+    pytest.importorskip("cuda.bindings.nvvm", reason="the nvvm and nvrtc wheels are not there")
+    scope: dict[str, Any] = {"cuda": cuda, "body": cuda.jit(device=True)(body)}
+    names = ", ".join(arguments)
+    exec(f"def kernel({names}):\n    body(cuda.blockIdx.x, cuda.gridDim.x, {names})\n", scope)
+    return Compiled(scope["kernel"], arguments)
+
+
+def accesses_at_fault(ptx: Ptx) -> list[str]:
+    """Say what is wrong with a kernel's accesses, whatever loops of its own it has."""
+    return [*_read_only_loads(ptx), *_forbidden_accesses(ptx), *_spins_without_end(ptx)]
+
+
 def _flatten(arguments: dict[str, Any]) -> list[str]:
     """Name the parameters that a kernel has in PTX: of an array its data pointer is "name"."""
     names: list[str] = []
