@@ -43,7 +43,7 @@ from gpuq.layout import (
     TAG,
     Status,
 )
-from gpuq.ordering import as_word, load_acquire, relax, store_release
+from gpuq.ordering import as_signed, as_word, load_acquire, relax, store_release
 
 SLOTS = 64
 HONEST = 8  # slots 0 to 7
@@ -64,7 +64,9 @@ DESTINATIONS = 4
 
 _PENDING = int(Status.PENDING)
 _OK = int(Status.OK)
-_PATIENCE = 500
+# Passes of the poller that a lost submission is left standing for. Turns of the attacker's own loop
+# would be time, and then a poller without a core is given nothing that it can judge.
+_PATIENCE = 50
 _YIELD = 1 << 20
 
 # Columns of what `attack` and the honest kernel count.
@@ -124,8 +126,12 @@ def attack_body(q, handles, arena, words, seed, first, last, count, counts):
     state[0] = seed
     expected = np.arange(q.capacity)
     misses = np.zeros(q.capacity, dtype=np.int64)
+    passes = load_acquire(q.control, HEARTBEAT)
     while counts[WRITTEN] < count:
         written = counts[WRITTEN]
+        now = load_acquire(q.control, HEARTBEAT)
+        passed = as_signed(now - passes)
+        passes = now
         if below(state, 64) == 0:
             # A later answer may cover what must not be seen.
             for i in range(len(arena)):
@@ -136,7 +142,7 @@ def attack_body(q, handles, arena, words, seed, first, last, count, counts):
             ticket = expected[slot]
             before = ticket - q.capacity
             if before >= 0 and flag_of(q, before) >> FLAG_SEQUENCE_SHIFT != before + 1:
-                misses[slot] += 1
+                misses[slot] += passed
                 if misses[slot] < _PATIENCE:
                     continue
                 # Lost, by wrong sequences or by scribbling: it may wait for an earlier lap.
