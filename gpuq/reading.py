@@ -437,7 +437,7 @@ def load(loader: Any, path: str, names: Sequence[str] | None) -> dict[str, Any]:
 
 def _at_once(loader: Any, wanted: int) -> int:
     """Return how many reads may be under way: each has a destination, and others need some too."""
-    return max(min(wanted, loader.config.destinations // 2), 1)
+    return max(min(wanted, int(loader.config.destinations) // 2), 1)
 
 
 def _array_for(loader: Any, entry: ArrayEntry) -> tuple[Any, Any]:
