@@ -26,8 +26,8 @@ from gpuq.doctor.mounts import longest_prefix, mount_of, parse_mountinfo
 from gpuq.doctor.paths import examine_path
 from gpuq.doctor.trial import TRIAL_BYTES, fault_of, pull_first
 from gpuq.host.uring_abi import ring_bytes
-from gpuq.loader import choose_device
 from gpuq.pull_files import Pull, PulledArray
+from gpuq.targets import choose_device
 
 COMMAND = """
 from gpuq.cli import main

@@ -37,14 +37,17 @@ BELOW = {
         "compiling", "errors", "formats", "handles", "host", "kernels", "launching", "layout",
         "ordering",
     },
+    "targets": {"compiling", "errors", "host"},
+    "registry": {"config", "errors", "handles", "host"},
+    "kernel_side": {"errors", "handles", "host", "kernels", "launching", "layout", "registry"},
+    "host_side": {"errors", "handles", "layout", "reading", "registry"},
     "loader": {
-        "compiling", "config", "errors", "handles", "host", "kernels", "launching", "layout",
-        "ordering", "reading",
+        "config", "errors", "handles", "host", "host_side", "kernel_side", "layout", "targets",
     },
 }  # fmt: skip
 
 LINES_MOST = 500
-LONGER = {"loader": 850, "host.poller": 900, "cli": 600}
+LONGER = {"host.poller": 900, "cli": 600}
 """Modules that have outgrown their head; they may shrink, and no other may join them."""
 
 

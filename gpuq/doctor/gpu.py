@@ -12,7 +12,7 @@ from gpuq.config import LoaderConfig
 from gpuq.doctor.finding import Finding, say
 from gpuq.errors import TargetUnavailableError
 from gpuq.host.driver import SUCCESS, GpuFacts, gpu_facts, load_library, usable_gpu
-from gpuq.loader import choose_device
+from gpuq.targets import choose_device
 
 _LOADING_MODES = {1: "EAGER", 2: "LAZY"}
 
