@@ -24,10 +24,12 @@ from gpuq.errors import (
     TargetUnavailableError,
 )
 from gpuq.handles import Counter, Destination, Explanation, Source, TileStream
+from gpuq.host.choice import keep_forever
 from gpuq.host.device import CpuDevice, Device, SimulatorDevice
 from gpuq.host.direct_file import open_file
 from gpuq.host.interrupting import acting_at_interrupt
-from gpuq.host.service import Service, Statistics, keep_forever
+from gpuq.host.service import Service
+from gpuq.host.statistics import Statistics
 from gpuq.host.tables import (
     ADDRESS,
     ALIGNMENT,
