@@ -20,7 +20,7 @@ from gpuq.errors import (
     TargetUnavailableError,
 )
 from gpuq.handles import Counter, Destination, Explanation, Source, TileStream
-from gpuq.host.service import Statistics
+from gpuq.host.statistics import Statistics
 from gpuq.kernels import (
     bind,
     block_barrier,

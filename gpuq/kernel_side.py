@@ -152,7 +152,7 @@ class KernelSide(Registry):
         tile: int | tuple[int, ...],
         dtype: Any = "uint8",
         *,
-        start: int = 0,
+        start: int | None = None,
         end: int | None = None,
         tiles_in_flight: int = 2,
         workers: int = 1,
@@ -168,8 +168,8 @@ class KernelSide(Registry):
         dtype : dtype-like
             Of the elements.
         start, end : int
-            Where the rows lie in the file, in bytes; by default all of it. What is left behind
-            the last whole row is no row.
+            Where the rows lie in the file, in bytes; by default all that may be asked for, see
+            `open`. What is left behind the last whole row is no row.
         tiles_in_flight : int
             Tiles of a worker that are on their way while one is worked on.
         workers : int
@@ -193,17 +193,17 @@ class KernelSide(Registry):
                 f"{workers} workers with {tiles_in_flight} tiles in flight and one at work need "
                 f"{ring * workers} slots; there are {self.config.slots} (setting slots)"
             )
-        limit = min(source.size, source.end) if end is None else end
-        if not 0 <= start <= limit:
-            raise ConfigError(f"{source.path}: the range {start} to {limit} is none")
+        first, limit = _rows_of(source, start, end)
+        if not 0 <= first <= limit:
+            raise ConfigError(f"{source.path}: the range {first} to {limit} is none")
         device = self._service.device
         tiles = device.filled((workers, ring, *shape), dtype, 0)
         destination = self.register(tiles)
         handle = Stream(
             source=source.handle,
             destination=destination.handle,
-            start=start,
-            rows=(limit - start) // row_bytes,
+            start=first,
+            rows=(limit - first) // row_bytes,
             row_bytes=row_bytes,
             tiles=tiles,
             tickets=device.filled((workers, ring), "int64", NO_TICKET),
@@ -217,7 +217,7 @@ class KernelSide(Registry):
         destination: Destination,
         row_bytes: int,
         *,
-        start: int = 0,
+        start: int | None = None,
         end: int | None = None,
         workers: int = 1,
     ) -> Table:
@@ -230,7 +230,7 @@ class KernelSide(Registry):
             Where the rows that are gathered go, one behind the other.
         row_bytes : int
         start, end : int
-            Where the rows lie in the file, in bytes; by default all of it.
+            Where the rows lie in the file, in bytes; by default all that may be asked for.
         workers : int
             Blocks that gather at once. Each uses up a counter.
 
@@ -240,17 +240,17 @@ class KernelSide(Registry):
             A number is out of its range, or not so many counters are left.
         """
         self._service.check()
-        limit = min(source.size, source.end) if end is None else end
-        if row_bytes < 1 or workers < 1 or not 0 <= start <= limit:
+        first, limit = _rows_of(source, start, end)
+        if row_bytes < 1 or workers < 1 or not 0 <= first <= limit:
             raise ConfigError(
-                f"{source.path}: no table of rows of {row_bytes} bytes from {start} to {limit} "
+                f"{source.path}: no table of rows of {row_bytes} bytes from {first} to {limit} "
                 f"for {workers} workers"
             )
         return Table(
             source=source.handle,
             destination=destination.handle,
-            start=start,
-            rows=(limit - start) // row_bytes,
+            start=first,
+            rows=(limit - first) // row_bytes,
             row_bytes=row_bytes,
             counter=self._take_counters(workers),
             workers=workers,
@@ -307,4 +307,12 @@ def _handed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
         argument.handle if isinstance(argument, _WITH_HANDLE) else argument
         for argument in arguments
+    )
+
+
+def _rows_of(source: Source, start: int | None, end: int | None) -> tuple[int, int]:
+    """Return the range that rows lie in, by default what the source has and may be asked for."""
+    return (
+        source.start if start is None else start,
+        min(source.size, source.end) if end is None else end,
     )

@@ -9,7 +9,9 @@ from typing import Any
 from gpuq.config import LoaderConfig
 from gpuq.errors import ConfigError
 from gpuq.handles import Destination, Source
-from gpuq.host.service import Service, Statistics, keep_forever
+from gpuq.host.choice import keep_forever
+from gpuq.host.service import Service
+from gpuq.host.statistics import Statistics
 from gpuq.host_side import HostSide
 from gpuq.kernel_side import KernelSide
 from gpuq.layout import Queue, State

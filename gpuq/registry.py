@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
+
 from gpuq.config import DIRECT_MODES, LoaderConfig
 from gpuq.errors import ConfigError, DestinationError, SourceError
 from gpuq.handles import Counter, Destination, Explanation, Source
@@ -210,6 +212,27 @@ class Registry:
         """Return an uninitialized array that kernels of this target can read and be given."""
         self._service.check()
         return self._service.device.empty(shape, dtype)
+
+    def array(self, values: Any, dtype: Any = None) -> Any:
+        """Return a copy of values that kernels of this target can read, write and be given.
+
+        On CUDA it is device memory: make it before kernels poll.
+
+        Parameters
+        ----------
+        values : array-like
+            As for `numpy.array`.
+        dtype : dtype-like, optional
+        """
+        self._service.check()
+        return self._service.device.array(np.array(values, dtype, order="C"))
+
+    def to_numpy(self, array: Any) -> Any:
+        """Return what is in an array of this target as a NumPy array, a copy.
+
+        Kernels that write to it have returned: `synchronize` first.
+        """
+        return self._service.device.to_numpy(array)
 
     def unregister(self, destination: Destination) -> None:
         """Same as ``destination.unregister()``."""

@@ -20,6 +20,7 @@ from stepping import Stepper
 
 import gpuq
 from gpuq.host import service
+from gpuq.host.choice import ReaderChoice
 from gpuq.host.device import CpuDevice
 from gpuq.testing import copiers, readers
 
@@ -134,7 +135,7 @@ def make_scripted(
     ) -> tuple[gpuq.Loader, readers.ScriptedReader]:
         reader = readers.make_scripted_reader(data, script)
         reader.words[readers.GATE] = gate
-        choice = service.ReaderChoice("scripted", "a test", reader)
+        choice = ReaderChoice("scripted", "a test", reader)
         monkeypatch.setattr(service, "choose_reader", lambda config: choice)
         monkeypatch.setattr(
             CpuDevice, "copier", lambda self, leases: copiers.make_scripted_copier(leases, copies)

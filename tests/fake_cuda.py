@@ -221,7 +221,8 @@ class FakeCuda:
         self.module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
             runtime=self.runtime, Stream=stream, Event=event
         )
-        self.module.asarray = self.array  # type: ignore[attr-defined]
+        self.module.asarray = self.asarray  # type: ignore[attr-defined]
+        self.module.asnumpy = lambda array: array.host.copy()  # type: ignore[attr-defined]
         self.module.empty = lambda shape, dtype: self.array(np.empty(shape, dtype))  # type: ignore[attr-defined]
         self._handles = handles
 
@@ -234,6 +235,17 @@ class FakeCuda:
         )
         self.runtime.log.append(("malloc", array.host.nbytes))
         return array
+
+    def asarray(self, content: Any) -> FakeDeviceArray:
+        """Return what is on the GPU as it is, and a copy there of what is not."""
+        if isinstance(content, FakeDeviceArray):
+            return content
+        interface = getattr(content, "__cuda_array_interface__", None)
+        if interface is None:
+            return self.array(content)
+        interface = {**interface, "strides": None}
+        interface.pop("stream", None)
+        return FakeDeviceArray(np.asarray(types.SimpleNamespace(__array_interface__=interface)))
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let gpuq find this libcuda and CuPy, and Numba a context without a driver."""

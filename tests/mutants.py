@@ -68,13 +68,13 @@ MUTANTS = (
     _mutant(
         "the sequence is loaded without acquire",
         "pull, 2 slots",
-        ("poller.admit_slot", _ADMIT, _ADMIT.replace("acquire", "relaxed")),
+        ("admission.admit_slot", _ADMIT, _ADMIT.replace("acquire", "relaxed")),
     ),
     _mutant(
         "a submission is admitted again",
         "pull, 2 slots",
         (
-            "poller.admit_slot",
+            "admission.admit_slot",
             "p.expected[slot] = ticket + p.capacity",
             "p.expected[slot] = ticket",
         ),
@@ -120,7 +120,7 @@ MUTANTS = (
     _mutant(
         "the flag is stored without release",
         "pull, 2 slots",
-        ("poller.complete", _FLAG, _FLAG.replace("release", "relaxed")),
+        ("completion.complete", _FLAG, _FLAG.replace("release", "relaxed")),
     ),
     _mutant(
         "the flag is loaded without acquire",
@@ -135,7 +135,11 @@ MUTANTS = (
     _mutant(
         "the answered ticket is cut to 32 bits",
         "pull, 2**32 tickets",
-        ("poller.complete", "(request[TICKET] + 1) <<", "((request[TICKET] + 1) & 0xFFFFFFFF) <<"),
+        (
+            "completion.complete",
+            "(request[TICKET] + 1) <<",
+            "((request[TICKET] + 1) & 0xFFFFFFFF) <<",
+        ),
     ),
     _mutant(
         "the turn is released before the status is read",
@@ -173,7 +177,7 @@ MUTANTS = (
         "answers are counted without release",
         "counted",
         (
-            "poller.count_answer",
+            "completion.count_answer",
             "store_release(p.counters, base + COUNTS",
             "store_relaxed(p.counters, base + COUNTS",
         ),
@@ -199,7 +203,7 @@ MUTANTS = (
         "a retry begins at an unaligned offset",
         "pieces, short reads",
         (
-            "poller.arrive",
+            "arrival.arrive",
             "read_from(p, lease, span_start(reached, record[LEASE_ALIGNMENT]))",
             "read_from(p, lease, reached)",
         ),
@@ -222,23 +226,23 @@ MUTANTS = (
     _mutant(
         "an interrupted read fails its request",
         "pieces, short reads",
-        ("poller.arrive_failed", "if number == _EINTR or number == _EAGAIN:", "if False:"),
+        ("arrival.arrive_failed", "if number == _EINTR or number == _EAGAIN:", "if False:"),
     ),
     _mutant(
         "a failed piece completes its request while others are in flight",
         "pieces, a broken one",
-        ("poller.complete_if_over", "p.requests[slot, PIECES] == 0 and ", ""),
+        ("completion.complete_if_over", "p.requests[slot, PIECES] == 0 and ", ""),
     ),
     _mutant(
         "a failed request completes while it stands in the ring",
         "pieces, a broken one",
-        ("poller.complete_if_over", " and p.requests[slot, QUEUED] == 0", ""),
+        ("completion.complete_if_over", " and p.requests[slot, QUEUED] == 0", ""),
     ),
     _mutant(
         "a large request is issued to its end before the next one",
         "fairness",
         (
-            "poller.issue",
+            "issuing.issue",
             "enqueue(p, slot)",
             "cursor[QUEUE_HEAD] = (cursor[QUEUE_HEAD] - 1) & (p.capacity - 1)\n"
             "            p.queue[cursor[QUEUE_HEAD]] = slot\n"
@@ -251,14 +255,14 @@ MUTANTS = (
         "the flag is set before the copy is done",
         "copies",
         (
-            "poller.copy_piece",
+            "copying.copy_piece",
             "p.cursor[COPIES] += 1",
             "p.cursor[COPIES] += 1\n"
             "        p.requests[record[LEASE_SLOT], PIECES] -= 1\n"
             "        complete_if_over(p, record[LEASE_SLOT])",
         ),
         (
-            "poller.drop_piece",
+            "completion.drop_piece",
             "p.requests[slot, PIECES] -= 1\n    complete_if_over(p, slot)",
             "return",
         ),
@@ -267,11 +271,11 @@ MUTANTS = (
         "a lease is given back before its copy is done",
         "copies",
         (
-            "poller.copy_piece",
+            "copying.copy_piece",
             "p.cursor[COPIES] += 1",
             "p.cursor[COPIES] += 1\n        give_back(p.staging, lease)",
         ),
-        ("poller.drop_piece", "give_back(p.staging, lease)", "pass"),
+        ("completion.drop_piece", "give_back(p.staging, lease)", "pass"),
     ),
     _mutant(
         "all copies share one event",
@@ -283,7 +287,7 @@ MUTANTS = (
         "one finished copy recycles the whole batch",
         "copies",
         (
-            "poller.retire",
+            "copying.retire",
             "outcome = look_at_copy(p.copier, lease)",
             "outcome = COPY_DONE if over > 0 else look_at_copy(p.copier, lease)",
         ),
@@ -291,7 +295,7 @@ MUTANTS = (
     _mutant(
         "a copy whose end nobody can see counts as failed",
         "copies that are lost",
-        ("poller.end_copy", "elif outcome == COPY_UNCERTAIN:", "elif False:"),
+        ("copying.end_copy", "elif outcome == COPY_UNCERTAIN:", "elif False:"),
     ),
     # --- the end ---
     _mutant(

@@ -9,8 +9,8 @@ from stepping import GUARD, Stepper
 
 import gpuq
 from gpuq.host import poller as serving
+from gpuq.host import records, tables
 from gpuq.host import staging as leases
-from gpuq.host import tables
 from gpuq.host.copier import DEVICE_MEMORY
 from gpuq.layout import FLAG_WORDS
 from gpuq.testing.recording_driver import RecordingDriver
@@ -85,7 +85,7 @@ class CudaStepper(Stepper):
     @property
     def failure(self) -> int:
         """The errno that ended the queue; 0 while none."""
-        return int(self.poller.cursor[serving.FAILURE])
+        return int(self.poller.cursor[records.FAILURE])
 
 
 def guarded(nbytes: int) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 
 import gpuq
 from gpuq.host import poller as serving
+from gpuq.host import records, tables
 from gpuq.host import staging as leases
-from gpuq.host import tables
 from gpuq.layout import (
     CONTROL_WORDS,
     COUNTER_WORDS,
@@ -116,7 +116,7 @@ class Stepper:
         self.destinations = tables.CapabilityTable(4, tables.DESTINATION_WORDS, "destination")
         self.reader = readers.make_scripted_reader(self.data, script, reads=buffers)
         self.copier = copiers.make_scripted_copier(buffers, copies)
-        self.poller = serving.make_poller(
+        self.poller = records.make_poller(
             submissions=self.queue.submissions,
             flags=self.queue.flags,
             counters=self.queue.counters,
@@ -209,10 +209,10 @@ class Stepper:
     def assert_at_rest(self) -> None:
         """Assert that nothing is in flight and every lease came back exactly once."""
         cursor = self.poller.cursor
-        assert cursor[serving.REQUESTS] == 0
-        assert cursor[serving.READS] == 0
-        assert cursor[serving.COPIES] == 0
-        assert cursor[serving.QUEUE_COUNT] == 0
+        assert cursor[records.REQUESTS] == 0
+        assert cursor[records.READS] == 0
+        assert cursor[records.COPIES] == 0
+        assert cursor[records.QUEUE_COUNT] == 0
         free = self.staging.free[: self.free_leases]
         assert sorted(free) == list(range(len(self.staging.free)))
         assert self.sources.in_flight(self.source) == 0

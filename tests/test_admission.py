@@ -13,6 +13,7 @@ from stepping import BUFFER, DATA, Stepper
 
 import gpuq
 from gpuq.host import poller as serving
+from gpuq.host import records
 from gpuq.layout import STATE, SUBMISSION_WORDS, State, Status
 from gpuq.testing import readers
 
@@ -47,7 +48,7 @@ def test_submissions_published_out_of_order_are_all_admitted(stepper: Any) -> No
             publish(s.queue, ticket, s.source, s.destination, 10 * (ticket % 8), 100, 110, 0)
             s.run()
         assert [s.consume(t) for t in tickets] == [Status.OK] * 8
-        assert s.poller.cursor[serving.HEAD] == tickets[-1] + 1
+        assert s.poller.cursor[records.HEAD] == tickets[-1] + 1
     s.assert_only(0, np.tile(DATA[100:110], 8))
 
 
@@ -97,7 +98,7 @@ def test_a_submission_for_a_slot_in_use_waits_for_the_answer(stepper: Any) -> No
     s.queue.submissions[0] = ticket + 2
     for _ in range(3):
         s.step()
-    assert s.poller.cursor[serving.REQUESTS] == 1
+    assert s.poller.cursor[records.REQUESTS] == 1
     s.reader.words[readers.GATE] = 0
     s.run()
     assert s.poller.statistics[Status.OK] == 2
@@ -169,7 +170,7 @@ def test_a_retracted_source_is_refused_and_the_admitted_request_finishes(stepper
 def test_serve_drains_what_was_posted_and_then_closes(stepper: Any) -> None:
     s = stepper(DATA, buffers=2)
     tickets = [s.post(i, i + 2 * BUFFER, 10) for i in range(8)]
-    serving.raise_state(s.queue.control, int(State.CLOSING))
+    records.raise_state(s.queue.control, int(State.CLOSING))
     assert serving.serve(s.poller) == 0
     assert s.queue.control[STATE] == State.CLOSED
     assert [s.consume(t) for t in tickets] == [Status.OK] * 8
@@ -184,15 +185,15 @@ def test_an_aborted_queue_issues_nothing_and_waits_for_reads_in_flight(stepper: 
     large, posted = s.post(0, 4 * BUFFER), s.post(0, 10)
     s.step()
     assert len(s.log()) == 2
-    serving.raise_state(s.queue.control, int(State.ABORTED))
+    records.raise_state(s.queue.control, int(State.ABORTED))
     later = s.post(0, 10)
     # The kernel is released now, while reads are in flight.
     assert [gpuq.wait(s.queue, t) for t in (large, posted, later)] == [Status.ABORTED] * 3
     s.step()
-    assert s.poller.cursor[serving.READS] == 2
+    assert s.poller.cursor[records.READS] == 2
     s.reader.words[readers.GATE] = 0
     assert serving.serve(s.poller) == 0
-    assert s.poller.cursor[serving.READS] == 0
+    assert s.poller.cursor[records.READS] == 0
     assert len(s.log()) == 2
     s.assert_only(0, [])
     assert s.free_leases == 2
@@ -202,7 +203,7 @@ def test_an_answer_before_the_abort_is_still_an_answer(stepper: Any) -> None:
     s = stepper(DATA)
     ticket = s.post(0, 10)
     s.run()
-    serving.raise_state(s.queue.control, int(State.ABORTED))
+    records.raise_state(s.queue.control, int(State.ABORTED))
     assert gpuq.wait(s.queue, ticket) == Status.OK
 
 
@@ -212,7 +213,7 @@ def test_a_flush_that_fails_aborts_the_queue(stepper: Any) -> None:
     ticket = s.post(0, 10)
     assert serving.serve(s.poller) == errno.EBADF
     assert s.queue.control[STATE] == State.ABORTED
-    assert s.poller.cursor[serving.READS] == 1
+    assert s.poller.cursor[records.READS] == 1
     assert gpuq.wait(s.queue, ticket) == Status.ABORTED
     # The lease of the read that may still happen is not free.
     assert s.free_leases == 3
@@ -229,5 +230,5 @@ def test_states_only_rise() -> None:
     control = np.zeros(16, dtype=np.uint64)
     for state in (State.RUNNING, State.CLOSING, State.ABORTED, State.CLOSED, State.RUNNING):
         before = control[STATE]
-        serving.raise_state(control, int(state))
+        records.raise_state(control, int(state))
         assert control[STATE] == max(int(before), state)

@@ -10,9 +10,8 @@ import pytest
 from recording import CudaStepper
 
 from gpuq.compiling import implements
-from gpuq.host import poller as serving
+from gpuq.host import records, tables
 from gpuq.host import staging as leases
-from gpuq.host import tables
 from gpuq.host.copier import (
     COPY_DONE,
     COPY_UNDER_WAY,
@@ -197,10 +196,10 @@ def test_bytes_are_counted_when_they_arrived_and_not_before(data, driver):
     driver.hold()
     stepper.post(0, 3000)
     run(stepper)
-    assert stepper.poller.statistics[serving.STATISTICS_BYTES] == 0
+    assert stepper.poller.statistics[records.STATISTICS_BYTES] == 0
     driver.allow()
     run(stepper)
-    assert stepper.poller.statistics[serving.STATISTICS_BYTES] == 3000
+    assert stepper.poller.statistics[records.STATISTICS_BYTES] == 3000
 
 
 def test_mapped_host_memory_is_filled_by_the_poller_itself(data, driver):
@@ -306,7 +305,7 @@ def test_where_nobody_can_know_the_buffer_is_quarantined_and_the_queue_ends(
     assert quarantined <= stepper.leases_in(leases.QUARANTINED)
     free = {int(lease) for lease in stepper.staging.free[: stepper.free_leases]}
     assert not free & stepper.leases_in(leases.QUARANTINED)
-    assert stepper.poller.statistics[serving.STATISTICS_QUARANTINED] == len(
+    assert stepper.poller.statistics[records.STATISTICS_QUARANTINED] == len(
         stepper.leases_in(leases.QUARANTINED)
     )
     # Nobody is told OK whose bytes are not there; those of unknown fate are told nothing, and

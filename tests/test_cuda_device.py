@@ -306,6 +306,27 @@ def test_empty_makes_arrays_on_the_gpu(cuda, loader):
     assert loader.register(array).nbytes == 48
 
 
+@pytest.mark.parametrize("values", [[3, 1, 2], np.arange(12, dtype=np.float32).reshape(3, 4).T])
+def test_values_go_to_the_gpu_and_back(cuda, loader, values):
+    array = loader.array(values)
+    address = array.device_ctypes_pointer.value
+    kinds = [kind for begin, end, kind, _ in cuda.library.regions if begin <= address < end]
+    assert kinds == [DEVICE_TYPE]
+    assert array.__cuda_array_interface__["stream"] is None
+    assert loader.register(array).nbytes == np.asarray(values).nbytes
+    np.testing.assert_array_equal(loader.to_numpy(array), values)
+    assert loader.to_numpy(array).dtype == np.asarray(values).dtype
+
+
+def test_whatever_kernels_write_to_comes_back(cuda, loader):
+    for array in (loader.empty(5, np.int64), loader._service.device.mapped_words(5)[0]):
+        memory = array if isinstance(array, np.ndarray) else array.host
+        memory[:] = range(5)
+        copy = loader.to_numpy(array)
+        memory[:] = 0
+        assert copy.tolist() == [0, 1, 2, 3, 4]
+
+
 # --- kernels ------------------------------------------------------------------------------------
 
 

@@ -314,7 +314,7 @@ def test_a_forgotten_loader_whose_copy_never_ends_keeps_its_memory_and_does_not_
     destination = loader.register(guarded(40_000))
     Compiled.post(loader.queue, source.handle, destination.handle, 0, 3000, 0)
     until(lambda: driver.calls_of(EVENT_QUERY) > 3, "the copy is asked for")
-    monkeypatch.setattr("gpuq.host.service._STUCK_SECONDS", 0.0)
+    monkeypatch.setattr("gpuq.host.service.STUCK_SECONDS", 0.0)
     service.finish()
     assert service.is_serving
     assert service.is_dirty

@@ -29,7 +29,9 @@ from lives import (
 
 import gpuq
 from gpuq.errors import ReaderUnavailableError
+from gpuq.host import choice as choice_of_reader
 from gpuq.host import service
+from gpuq.host.choice import ReaderChoice
 from gpuq.layout import State, Status
 from gpuq.testing import copiers, readers
 
@@ -63,11 +65,11 @@ def test_a_collected_loader_stops_its_threads_and_closes_its_files(
 def test_a_collected_loader_releases_kernels_that_still_hold_its_queue(
     make_scripted: MakeScripted, payload_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_STUCK_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(service, "STUCK_SECONDS", WAIT_SECONDS)
     reader = readers.make_scripted_reader(DATA)
     reader.words[readers.GATE] = CLOSED_GATE
     make_scripted(DATA)  # leaves its choice in place
-    choice = service.ReaderChoice("scripted", "a test", reader)
+    choice = ReaderChoice("scripted", "a test", reader)
     monkeypatch.setattr(service, "choose_reader", lambda config: choice)
     loader = gpuq.Loader(target="cpu", slots=4, staging_buffers=2, staging_bytes=4096)
     _, source, destination = handles(loader, payload_path)
@@ -85,7 +87,7 @@ def test_an_array_is_kept_while_a_copy_to_it_may_still_be_under_way(
     make_scripted: MakeScripted, payload_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A loader is forgotten, and its copy does not end within the time that is waited for it.
-    monkeypatch.setattr(service, "_STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(service, "STUCK_SECONDS", 0.05)
     make_scripted(DATA, copies=[copiers.LATE])  # leaves its reader and copier in place
     loader = gpuq.Loader(target="cpu", slots=4, staging_buffers=2, staging_bytes=4096)
     array, source, destination = handles(loader, payload_path)
@@ -159,13 +161,14 @@ def test_the_interpreter_ends_although_a_read_never_comes_back(payload_path: Pat
         import numpy as np
         import gpuq
         from gpuq.host import service
+        from gpuq.host.choice import ReaderChoice
         from gpuq.host.device import CpuDevice
         from gpuq.testing import copiers, readers
         from kernels import Compiled
-        service._STUCK_SECONDS = 0.05
+        service.STUCK_SECONDS = 0.05
         reader = readers.make_scripted_reader(np.zeros(100, np.uint8))
         reader.words[readers.GATE] = 1
-        choice = service.ReaderChoice("scripted", "a test", reader)
+        choice = ReaderChoice("scripted", "a test", reader)
         service.choose_reader = lambda config: choice
         CpuDevice.copier = lambda self, leases: copiers.make_scripted_copier(leases)
         loader = gpuq.Loader(target="cpu", slots=4)
@@ -310,14 +313,14 @@ def refuse_set_up(monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(reads: int) -> None:
         raise ReaderUnavailableError(errno.EPERM, "io_uring is refused with EPERM: a test")
 
-    monkeypatch.setattr(service, "make_uring_reader", refuse)
+    monkeypatch.setattr(choice_of_reader, "make_uring_reader", refuse)
     return "refused with EPERM: a test"
 
 
 def refuse_the_trial_read(monkeypatch: pytest.MonkeyPatch) -> str:
     if os.environ.get("GPUQ_READER") == "threads":
         pytest.skip("GPUQ_READER says threads")
-    monkeypatch.setattr(service, "probe_reader", lambda reader: errno.EIO)
+    monkeypatch.setattr(choice_of_reader, "probe_reader", lambda reader: errno.EIO)
     return "a read with it failed"
 
 

@@ -304,7 +304,7 @@ LEFT_OPEN = """
 import gpuq, numpy as np
 from gpuq.host import service
 from kernels import Compiled
-service._STUCK_SECONDS = 0.2
+service.STUCK_SECONDS = 0.2
 loader = gpuq.Loader(target="cpu", reader=sys.argv[1], staging_buffers=4, staging_bytes=4096)
 array = np.zeros(100, np.uint8)
 source, destination = loader.open(sys.argv[2], direct="off"), loader.register(array)

@@ -16,6 +16,7 @@ from conftest import WAIT_SECONDS, until
 
 import gpuq
 from gpuq.host import service
+from gpuq.host.choice import ReaderChoice
 from gpuq.layout import State, Status
 from gpuq.testing import readers
 
@@ -64,7 +65,7 @@ def test_a_wait_times_out_and_its_ticket_stays_valid(path, monkeypatch):
     content = np.fromfile(path, np.uint8)
     reader = readers.make_scripted_reader(content)
     reader.words[readers.GATE] = 1
-    choice = service.ReaderChoice("scripted", "a test", reader)
+    choice = ReaderChoice("scripted", "a test", reader)
     monkeypatch.setattr(service, "choose_reader", lambda config: choice)
     with gpu.open_loader(slots=4, staging_buffers=2) as loader:
         statuses = gpu.put(loader, np.full(1, -1, np.int64))

@@ -126,6 +126,41 @@ def test_there_are_no_more_threads_than_bodies_or_than_asked_for(
     assert seen == [expected]
 
 
+def double(index, size, values):
+    for i in range(gpuq.block_rank(), values.shape[1], gpuq.block_size()):
+        values[index, i] *= 2
+
+
+@everywhere
+def test_what_a_body_writes_comes_back() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with open_loader() as loader:
+        array = loader.array(values.T)  # not C-contiguous
+        loader.launch(double, 3, array, threads_per_block=2)
+        loader.synchronize()
+        found = loader.to_numpy(array)
+    np.testing.assert_array_equal(found, 2 * values.T)
+    np.testing.assert_array_equal(values, np.arange(12).reshape(4, 3))
+    assert type(found) is np.ndarray
+    assert found.dtype == np.float32
+
+
+def pull_two(index, size, q, source, destination, statuses):
+    statuses[index] = gpuq.pull(q, source, destination, 0, 2, 0)
+
+
+@everywhere
+def test_values_become_an_array_that_can_be_a_destination(payload: Any, payload_path: Path) -> None:
+    with open_loader() as loader:
+        array = loader.array([1, 2, 3], np.uint8)
+        statuses = loader.array(np.full(1, -1))
+        source, destination = loader.open(payload_path), loader.register(array)
+        loader.launch(pull_two, 1, loader.queue, source, destination, statuses)
+        loader.synchronize()
+        assert loader.to_numpy(statuses).tolist() == [Status.OK]
+        assert loader.to_numpy(array).tolist() == [*payload[:2], 3]
+
+
 # --- compiling -----------------------------------------------------------------------------------
 
 

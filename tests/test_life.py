@@ -21,7 +21,7 @@ from kernels import Compiled
 from stepping import Stepper
 
 import gpuq
-from gpuq.host import poller as serving
+from gpuq.host import records
 from gpuq.layout import State, Status
 from gpuq.testing import copiers, readers
 
@@ -36,12 +36,13 @@ import os, signal, sys, threading, time
 import numpy as np
 import gpuq
 from gpuq.host import service
+from gpuq.host.choice import ReaderChoice
 from gpuq.host.device import CpuDevice
 from gpuq.testing import copiers, readers
 from kernels import Compiled
 reader = readers.make_scripted_reader(np.zeros(100, np.uint8))
 reader.words[readers.GATE] = 1
-service.choose_reader = lambda config: service.ReaderChoice("scripted", "a test", reader)
+service.choose_reader = lambda config: ReaderChoice("scripted", "a test", reader)
 CpuDevice.copier = lambda self, leases: copiers.make_scripted_copier(leases)
 loader = gpuq.Loader(target="cpu", slots=4)
 source = loader.open(sys.argv[1])
@@ -198,11 +199,11 @@ def finish(s: Stepper) -> None:
     """Let the poller come to its end."""
     for _ in range(200):
         s.copier.ends[:] = 1
-        if s.step() == 0 and s.poller.cursor[serving.REQUESTS] == 0:
+        if s.step() == 0 and s.poller.cursor[records.REQUESTS] == 0:
             return
         cursor = s.poller.cursor
         if s.queue.control[0] == State.ABORTED and not (
-            cursor[serving.READS] or cursor[serving.COPIES]
+            cursor[records.READS] or cursor[records.COPIES]
         ):
             return
     raise AssertionError("the poller does not come to an end")
@@ -211,7 +212,7 @@ def finish(s: Stepper) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_close_at_every_stage_answers_all_that_was_posted(stage: int) -> None:
     s, tickets = at_stage(stage)
-    serving.raise_state(s.queue.control, int(State.CLOSING))
+    records.raise_state(s.queue.control, int(State.CLOSING))
     finish(s)
     assert [s.status(ticket) for ticket in tickets] == [
         Status.OK, Status.OK, Status.OK, Status.BAD_RANGE,
@@ -230,10 +231,10 @@ def test_abort_at_every_stage_leaves_no_read_and_no_copy_in_flight(stage: int) -
     s, tickets = at_stage(stage)
     answered = [s.status(ticket) for ticket in tickets]
     started = int(s.copier.words[copiers.STARTED])
-    serving.raise_state(s.queue.control, int(State.ABORTED))
+    records.raise_state(s.queue.control, int(State.ABORTED))
     finish(s)
-    assert s.poller.cursor[serving.READS] == 0
-    assert s.poller.cursor[serving.COPIES] == 0
+    assert s.poller.cursor[records.READS] == 0
+    assert s.poller.cursor[records.COPIES] == 0
     assert s.free_leases == 2
     assert s.copier.words[copiers.STARTED] == started, "no copy begins after an abort"
     for ticket, before in zip(tickets, answered, strict=True):

@@ -13,6 +13,7 @@ from stepping import BUFFER, DATA, Stepper
 
 import gpuq
 from gpuq.host import poller as serving
+from gpuq.host import records
 from gpuq.layout import STATE, State, Status
 from gpuq.testing import copiers, readers
 
@@ -67,7 +68,7 @@ def test_late_copies_in_any_order_bring_the_right_bytes(
         picks = iter(choices * 10)
         for _ in range(400):
             s.run()
-            copying = s.poller.copying[: s.poller.cursor[serving.COPIES]]
+            copying = s.poller.copying[: s.poller.cursor[records.COPIES]]
             if len(copying) == 0:
                 break
             s.copier.ends[copying[next(picks) % len(copying)]] = 1
@@ -111,5 +112,5 @@ def test_a_copy_that_cannot_be_seen_to_end_costs_its_buffer_and_the_queue(
     assert gpuq.wait(s.queue, ticket) == Status.ABORTED
     assert serving.serve(s.poller) == errno.EIO
     assert lease not in s.staging.free[: s.free_leases]
-    assert s.poller.statistics[serving.STATISTICS_QUARANTINED] == 1
+    assert s.poller.statistics[records.STATISTICS_QUARANTINED] == 1
     assert s.destinations.in_flight(s.destination) == 1

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from stepping import ALIGNMENT, BUFFER, DATA, DIRECT_NUMBER, Stepper
 
 import gpuq
-from gpuq.host import poller as serving
-from gpuq.host import tables
+from gpuq.host import records, tables
 from gpuq.layout import Status
 from gpuq.testing import copiers, readers
 from gpuq.testing.readers import FAIL, READ
@@ -101,7 +100,7 @@ def test_more_pieces_than_buffers_take_turns(stepper: Any) -> None:
     assert [s.consume(t) for t in tickets] == [Status.OK] * 2
     s.assert_only(0, np.concatenate([DATA[3 : 3 + 3 * BUFFER], DATA[77 : 77 + 4 * BUFFER]]))
     s.assert_at_rest()
-    assert s.poller.statistics[serving.STATISTICS_HIGH_WATER] == 2
+    assert s.poller.statistics[records.STATISTICS_HIGH_WATER] == 2
 
 
 # --- short reads -------------------------------------------------------------------------------
@@ -221,7 +220,7 @@ def test_an_interrupted_read_is_done_again(stepper: Any, number: int, times: int
     s.assert_only(0, DATA[100:200])
     assert len(s.log()) == times + 1
     assert len({tuple(row[1:5]) for row in s.log().tolist()}) == 1
-    assert s.poller.statistics[serving.STATISTICS_RETRIES] == times
+    assert s.poller.statistics[records.STATISTICS_RETRIES] == times
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
@@ -252,7 +251,7 @@ def test_an_errno_reaches_the_kernel_and_the_poller_goes_on(stepper: Any, number
     assert s.flag(bad) == (Status.READ_FAILED, number)
     assert gpuq.errno_of(s.queue, bad) == number
     s.assert_only(0, [])
-    assert s.poller.statistics[serving.STATISTICS_LAST_ERRNO] == number
+    assert s.poller.statistics[records.STATISTICS_LAST_ERRNO] == number
     good = s.post(0, 100)
     s.run()
     assert s.flag(good) == (Status.OK, 0)
@@ -332,7 +331,7 @@ def test_einval_of_a_direct_read_falls_back_to_buffered(stepper: Any) -> None:
     assert list(s.log()[:, readers.DESCRIPTOR]) == [DIRECT_NUMBER, s.buffered, s.buffered]
     assert s.sources.word(s.source, tables.IS_DIRECT) == 0
     assert s.sources.word(s.source, tables.FALLBACK_ERRNO) == errno.EINVAL
-    assert s.poller.statistics[serving.STATISTICS_FALLBACKS] == 1
+    assert s.poller.statistics[records.STATISTICS_FALLBACKS] == 1
 
 
 def test_einval_of_one_read_of_a_proven_source_leaves_the_others_direct(stepper: Any) -> None:
@@ -352,7 +351,7 @@ def test_einval_of_many_direct_reads_in_flight(stepper: Any) -> None:
     s.run()
     assert s.status(ticket) == Status.OK
     s.assert_only(0, DATA[5 : 5 + 3 * BUFFER + 700])
-    assert s.poller.statistics[serving.STATISTICS_FALLBACKS] == 4
+    assert s.poller.statistics[records.STATISTICS_FALLBACKS] == 4
     s.assert_at_rest()
 
 

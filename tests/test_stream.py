@@ -249,9 +249,12 @@ def test_a_stream_has_the_rows_of_the_whole_file_by_default(
     stream.close()
 
 
-def test_a_stream_of_a_source_with_limits_ends_where_they_do(walks: Walks) -> None:
-    with walks.loader.open(walks.source.path, end=100) as limited:
-        assert walks.loader.stream(limited, (1, 10), start=5).rows == 9
+def test_a_stream_of_a_source_with_limits_lies_within_them(walks: Walks) -> None:
+    with walks.loader.open(walks.source.path, start=40, end=100) as limited:
+        whole = walks.loader.stream(limited, (1, 10)).handle
+        assert (whole.start, whole.rows) == (40, 6)
+        part = walks.loader.stream(limited, (1, 10), start=45, end=65).handle
+        assert (part.start, part.rows) == (45, 2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from gpuq.config import LoaderConfig
 from gpuq.doctor.finding import Finding, say
 from gpuq.errors import ReaderUnavailableError
-from gpuq.host.service import choose_reader
+from gpuq.host.choice import choose_reader
 from gpuq.host.uring_abi import ring_bytes
 
 RAISE_OPEN_FILES = "raise the limit of open files (ulimit -n)"
@@ -38,7 +38,7 @@ def find_io_uring(config: LoaderConfig) -> Finding:
         }.get(number, "")
         advice = f"{_THREADS_INSTEAD}; to have it, {advice}" if advice else _THREADS_INSTEAD
         return Finding("io_uring", "no", errno.errorcode.get(number, ""), say(error), advice)
-    choice.stop()
+    choice.stop(1.0)
     return Finding("io_uring", "yes", "", "set up, and a trial read with it succeeded")
 
 
@@ -50,7 +50,7 @@ def find_reader(config: LoaderConfig) -> Finding:
         is_asked = isinstance(error, ReaderUnavailableError)
         advice = "unset GPUQ_READER, or set it to auto" if is_asked else RAISE_OPEN_FILES
         return Finding("reader", "stops", config.reader, say(error), advice)
-    choice.stop()
+    choice.stop(1.0)
     is_second_best = config.reader == "auto" and choice.name != "io_uring"
     return Finding("reader", "degraded" if is_second_best else "yes", choice.name, choice.reason)
 

@@ -161,6 +161,20 @@ class CudaDevice:
         """Return an array in device memory, filled with a value, that no launch waits for."""
         return self._own(np.full(shape, value, dtype))
 
+    def array(self, values: NDArray[Any]) -> Any:
+        """Return a copy in device memory that no launch waits for."""
+        return self._own(values)
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        """Return a copy of device memory, or of mapped host memory, as a NumPy array."""
+        if isinstance(array, np.ndarray):
+            return array.copy()
+        # Not on the default stream, on which other kernels may still run.
+        with self._here(), self._stream:
+            copy: NDArray[Any] = self._cupy.asnumpy(self._cupy.asarray(array))
+        self._stream.synchronize()
+        return copy
+
     def staging(self, nbytes: int) -> Region:
         """Return pinned memory aligned to 4096 bytes; pageable memory would make copies wait."""
         memory = self._pinned(nbytes + MEMORY_ALIGNMENT)

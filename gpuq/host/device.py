@@ -68,6 +68,12 @@ class Device(Protocol):
     def filled(self, shape: Any, dtype: Any, value: int) -> Any:
         """Return an array of kernels' own, filled with a value; plain data in every launch."""
 
+    def array(self, values: NDArray[Any]) -> Any:
+        """Return a copy of a C-contiguous array that kernels read and write."""
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        """Return a copy of an array of kernels, once those that write to it have returned."""
+
     def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
         """Compile and load a kernel for these arguments, so that its first launch loads nothing."""
 
@@ -146,6 +152,14 @@ class CpuDevice:
         """Return a NumPy array; as a part of a tuple the simulator shares it too."""
         return np.full(shape, value, dtype)
 
+    def array(self, values: NDArray[Any]) -> Any:
+        """Return a NumPy array."""
+        return values.copy()
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        """Return a copy of a NumPy array."""
+        return np.array(array)
+
     def prepare(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
         """Compile a Numba function for these arguments; leave a plain one as it is."""
         if hasattr(kernel, "compile"):
@@ -184,3 +198,13 @@ class SimulatorDevice(CpuDevice):
         from numba import cuda
 
         return cuda.to_device(np.empty(shape, dtype))
+
+    def array(self, values: NDArray[Any]) -> Any:
+        """Return a simulated device array."""
+        from numba import cuda
+
+        return cuda.to_device(values)
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        """Return a copy of a NumPy array, or of one that the simulator wraps."""
+        return np.array(getattr(array, "_ary", array))

@@ -6,31 +6,25 @@ resource out of its place before it gives it back.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import typeof
 
-from gpuq.compiling import compiled
 from gpuq.config import LoaderConfig
-from gpuq.errors import ClosedError, ForkedError, PollerDiedError, ReaderUnavailableError
+from gpuq.errors import ClosedError, ForkedError, PollerDiedError
 from gpuq.host import poller as serving
+from gpuq.host import records
+from gpuq.host.choice import choose_reader, keep_forever
 from gpuq.host.copier import describe_failure
 from gpuq.host.device import CpuDevice, Device, Region
-from gpuq.host.direct_file import OpenFile
-from gpuq.host.libc import sleep_ns
-from gpuq.host.reader import flush_reads, reap_read, submit_read
 from gpuq.host.staging import make_staging
+from gpuq.host.statistics import Statistics, take_statistics
 from gpuq.host.tables import DESTINATION_WORDS, SOURCE_WORDS, CapabilityTable
-from gpuq.host.threads import WorkerThreads
-from gpuq.host.uring import make_uring_reader, note_descriptor
 from gpuq.layout import (
     CONTROL_WORDS,
     COUNTER_WORDS,
@@ -39,27 +33,17 @@ from gpuq.layout import (
     REVISION,
     REVISION_SEEN,
     STATE,
-    STATUS_COUNT,
     SUBMISSION_WORDS,
     TAIL_WORDS,
     Queue,
     State,
-    Status,
 )
 from gpuq.ordering import fetch_add, load_acquire
 
-_STUCK_SECONDS = 5.0
+STUCK_SECONDS = 5.0
+"""How long the end of the interpreter waits for a read or a copy that does not end."""
+
 _LOOK_SECONDS = 0.0002
-_PROBE_BYTES = 4096
-_ETIME, _EIO = errno.ETIME, errno.EIO
-
-
-def keep_forever(thing: Any) -> None:
-    """Never free what a stuck read or copy may still touch; to reuse it would be worse.
-
-    Not even when the interpreter ends and empties its modules: a thread may be using it then.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
@@ -70,154 +54,10 @@ def _abort_in_child() -> None:
     for service in list(_services):
         # CUDA does not survive a fork, and its memory may not be there.
         if isinstance(service.device, CpuDevice):
-            serving.raise_state(service.shown, int(State.ABORTED))
+            records.raise_state(service.shown, int(State.ABORTED))
 
 
 os.register_at_fork(after_in_child=_abort_in_child)
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a loader has done so far; a snapshot.
-
-    Attributes
-    ----------
-    target, reader : str
-        In use.
-    requests : dict of str to int
-        Completed requests by the name of their status; names with none are left out.
-    outstanding : int
-        Requests admitted and not completed.
-    bytes : int
-        Bytes that reached destinations.
-    reads : int
-        Reads handed to the operating system.
-    short_reads : int
-        Reads that brought less than was asked and wanted.
-    retries : int
-        Reads done again: after a short one, an interruption, or a refusal of O_DIRECT.
-    fallbacks : int
-        Reads that were refused with O_DIRECT and done buffered.
-    last_errno : int
-        Of the newest failed read; 0 where none failed.
-    staging_buffers : int
-        Buffers in all.
-    staging_high_water : int
-        Most buffers in use at once.
-    staging_quarantined : int
-        Buffers that are never used again, because a copy from them could not be seen to end.
-    """
-
-    target: str
-    reader: str
-    requests: dict[str, int] = field(default_factory=dict)
-    outstanding: int = 0
-    bytes: int = 0
-    reads: int = 0
-    short_reads: int = 0
-    retries: int = 0
-    fallbacks: int = 0
-    last_errno: int = 0
-    staging_buffers: int = 0
-    staging_high_water: int = 0
-    staging_quarantined: int = 0
-
-
-@dataclass
-class ReaderChoice:
-    """A reader, why it was taken, and what stands behind it.
-
-    Attributes
-    ----------
-    name : str
-    reason : str
-    reader : NamedTuple
-    ring : MappedRing or None
-    workers : WorkerThreads or None
-    """
-
-    name: str
-    reason: str
-    reader: Any
-    ring: Any = None
-    workers: Any = None
-
-    def note(self, file: OpenFile) -> None:
-        """Prepare for reads of a file; called before kernels can ask for it."""
-        if self.ring is not None:
-            for descriptor in (file.buffered, file.direct):
-                note_descriptor(self.reader, descriptor, file.may_wait)
-
-    def stop(self) -> bool:
-        """Give back what stands behind it; False where a worker is stuck in a read."""
-        if self.ring is not None:
-            self.ring.close()
-            self.ring = None
-        return self.workers is None or self.workers.stop(_STUCK_SECONDS)
-
-
-@compiled
-def _try_reader(reader: Any, descriptor: Any, address: Any, nbytes: Any) -> Any:
-    """Read once through a reader; return its result, or -ETIME after a second."""
-    submit_read(reader, 0, descriptor, 0, address, nbytes)
-    failure = flush_reads(reader)
-    if failure != 0:
-        return -failure
-    for _ in range(10_000):
-        lease, result = reap_read(reader)
-        if lease == 0:
-            return result
-        sleep_ns(100_000)
-    return -_ETIME
-
-
-def probe_reader(reader: Any) -> int:
-    """Read a page of known bytes through a reader; return 0 or an errno."""
-    expected = os.urandom(_PROBE_BYTES)
-    buffer = np.zeros(_PROBE_BYTES, dtype=np.uint8)
-    descriptor = os.memfd_create("gpuq-probe")
-    try:
-        os.write(descriptor, expected)
-        result = int(_try_reader(reader, descriptor, buffer.ctypes.data, _PROBE_BYTES))
-    finally:
-        os.close(descriptor)
-    if result == -_ETIME:
-        keep_forever((reader, buffer))
-    if result < 0:
-        return -result
-    return 0 if buffer.tobytes() == expected else _EIO
-
-
-def choose_reader(config: LoaderConfig) -> ReaderChoice:
-    """Set up the reader that the settings ask for, or the best that really reads.
-
-    Raises
-    ------
-    ReaderUnavailableError
-        ``reader="io_uring"`` was asked for and does not work here.
-    """
-    reason = 'reader="threads" was asked for'
-    if config.reader != "threads":
-        try:
-            return _uring(config)
-        except ReaderUnavailableError as error:
-            if config.reader == "io_uring":
-                raise
-            reason = error.strerror or str(error)
-    workers = WorkerThreads(config.staging_buffers, config.reader_threads)
-    return ReaderChoice("threads", reason, workers.reader, workers=workers)
-
-
-def _uring(config: LoaderConfig) -> ReaderChoice:
-    reader, ring = make_uring_reader(config.staging_buffers)
-    number = probe_reader(reader)
-    if number != 0:
-        ring.close()
-        raise ReaderUnavailableError(
-            number, f"io_uring was set up, but a read with it failed: {os.strerror(number)}"
-        )
-    asked = "was asked for" if config.reader == "io_uring" else "a trial read with it succeeded"
-    return ReaderChoice("io_uring", asked, reader, ring=ring)
 
 
 @dataclass
@@ -229,7 +69,7 @@ class _Outcome:
     is_over: bool = False
 
 
-def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
+def _run(poller: records.Poller, device: Device, outcome: _Outcome) -> None:
     """Serve, and abort the queue whatever goes wrong; the body of the thread."""
     try:
         device.enter_thread()
@@ -242,8 +82,7 @@ def _run(poller: serving.Poller, device: Device, outcome: _Outcome) -> None:
         outcome.error = error
     finally:
         if int(load_acquire(poller.control, STATE)) != State.CLOSED:
-            serving.raise_state(poller.control, int(State.ABORTED))
-            serving.raise_state(poller.shown, int(State.ABORTED))
+            records.end_queue(poller, int(State.ABORTED))
         # Not Thread.is_alive: an exception in a join lets CPython 3.11 believe that a running
         # thread has ended (python/cpython issue 90882).
         outcome.is_over = True
@@ -302,7 +141,7 @@ class Service:
         staging = make_staging(
             config.staging_buffers, config.staging_bytes, self._memory[0].address
         )
-        self.poller = serving.make_poller(
+        self.poller = records.make_poller(
             submissions=submissions,
             flags=flags,
             counters=counters,
@@ -335,15 +174,15 @@ class Service:
             self._was_started = True
         except BaseException:
             self.raise_state(State.ABORTED)
-            self.choice.stop()
+            self.choice.stop(STUCK_SECONDS)
             self.device.close()
             self._released = True
             raise
 
     def raise_state(self, state: State) -> None:
         """Raise the queue's STATE for the host, and then for kernels."""
-        serving.raise_state(self.control, int(state))
-        serving.raise_state(self.shown, int(state))
+        records.raise_state(self.control, int(state))
+        records.raise_state(self.shown, int(state))
 
     # --- what every host call asks first ---
 
@@ -360,7 +199,7 @@ class Service:
             )
         if self.state == State.ABORTED and not self._was_aborted_here:
             # The poller ended the queue; it says why a moment later.
-            self._await_end(_STUCK_SECONDS)
+            self._await_end(STUCK_SECONDS)
         self.raise_death()
         if self.state >= State.CLOSING:
             raise ClosedError(f"the loader is {self.state.name.lower()}")
@@ -434,7 +273,7 @@ class Service:
             if self._released:
                 return
             self._released = True
-        if not self.choice.stop() or self.is_dirty:
+        if not self.choice.stop(STUCK_SECONDS) or self.is_dirty:
             keep_forever((self.device, self._memory, self.poller, self.choice))
             return
         # Views of a ring's memory keep its descriptor.
@@ -468,7 +307,7 @@ class Service:
             return
         if self._thread is threading.current_thread():
             return
-        if not self._await_end(_STUCK_SECONDS):
+        if not self._await_end(STUCK_SECONDS):
             self._outcome.is_dirty = True
             keep_forever((self.device, self._memory, self.poller, self.choice))
         else:
@@ -478,23 +317,4 @@ class Service:
 
     def statistics(self) -> Statistics:
         """Return a snapshot; each figure is exact, the set may be a pass apart."""
-        words = [
-            int(load_acquire(self.poller.statistics, position))
-            for position in range(serving.STATISTICS_WORDS)
-        ]
-        requests = {Status(code).name: n for code, n in enumerate(words[:STATUS_COUNT]) if n}
-        return Statistics(
-            target=self.device.name,
-            reader=self.choice.name,
-            requests=requests,
-            outstanding=words[serving.STATISTICS_OUTSTANDING],
-            bytes=words[serving.STATISTICS_BYTES],
-            reads=words[serving.STATISTICS_READS],
-            short_reads=words[serving.STATISTICS_SHORT_READS],
-            retries=words[serving.STATISTICS_RETRIES],
-            fallbacks=words[serving.STATISTICS_FALLBACKS],
-            last_errno=words[serving.STATISTICS_LAST_ERRNO],
-            staging_buffers=self.config.staging_buffers,
-            staging_high_water=words[serving.STATISTICS_HIGH_WATER],
-            staging_quarantined=words[serving.STATISTICS_QUARANTINED],
-        )
+        return take_statistics(self.poller, self.device.name, self.choice.name)

@@ -19,8 +19,8 @@ from numba import typeof
 from gpuq.config import LoaderConfig
 from gpuq.errors import GpuqError
 from gpuq.host import poller as serving
+from gpuq.host import records, tables
 from gpuq.host import staging as leases
-from gpuq.host import tables
 from gpuq.host.copier import DEVICE_MEMORY, make_cuda_copier
 from gpuq.host.device import CpuDevice
 from gpuq.host.driver import NOT_READY, SUCCESS, DriverTable
@@ -253,7 +253,7 @@ class ProductPool:
         record = self._poller.staging.leases[lease]
         if record[leases.PHASE] == leases.FREE:
             return NOTHING
-        return int(self._poller.requests[record[leases.LEASE_SLOT], serving.REQUEST_TAG])
+        return int(self._poller.requests[record[leases.LEASE_SLOT], records.REQUEST_TAG])
 
     # --- what there is to see ---
 

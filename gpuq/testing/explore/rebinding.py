@@ -17,10 +17,16 @@ from typing import Any
 
 from gpuq import compiling, ordering
 from gpuq.host import (
+    admission,
+    arrival,
+    completion,
     copier,
+    copying,
     direct_file,
+    issuing,
     poller,
     reader,
+    records,
     service,
     staging,
     tables,
@@ -32,6 +38,12 @@ from gpuq.kernels import counters, queue
 MODULES = (
     queue,
     counters,
+    records,
+    admission,
+    issuing,
+    arrival,
+    copying,
+    completion,
     poller,
     staging,
     tables,
@@ -99,6 +111,7 @@ class Code:
         self._edits: dict[str, list[Edit]] = {}
         for edit in edits:
             self._edits.setdefault(edit.function, []).append(edit)
+        edited = {function.partition(".")[0] for function in self._edits}
         self._replace(replacements)
         for module in MODULES:
             rebuilt = Rebuilt(self._globals[module.__name__])
@@ -110,6 +123,13 @@ class Code:
             # An edit may use an operation that the module does not.
             for operation in ordering.OPERATIONS:
                 values.setdefault(operation.__name__, replacements[operation.__name__])
+        if edited:
+            # Nor does the module import what only its mutant uses.
+            everything = {k: v for values in self._globals.values() for k, v in values.items()}
+            for name in edited:
+                values = next(v for k, v in self._globals.items() if k.endswith(f".{name}"))
+                for key, value in everything.items():
+                    values.setdefault(key, value)
         for name, value in (constants or {}).items():
             short, _, constant = name.rpartition(".")
             values = next(v for k, v in self._globals.items() if k.endswith(f".{short}"))

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuq.host import copier, driver, staging, tables
-from gpuq.host import poller as serving
+from gpuq.host import copier, driver, records, staging, tables
 from gpuq.layout import (
     CONTROL_WORDS,
     COUNTER_WORDS,
@@ -254,7 +253,7 @@ class Stage:
             events = list(range(self.buffers))
             copies = private(copier.make_cuda_copier(functions, 0, events))
         self.poller = private(
-            serving.make_poller(
+            records.make_poller(
                 submissions=self.queue.submissions,
                 flags=self.queue.flags,
                 counters=self.queue.counters,
@@ -272,7 +271,7 @@ class Stage:
         )
         turns = self.queue.turns
         self.poller.expected[:] = [turns.peek(slot) for slot in range(self.capacity)]
-        self.poller.cursor[serving.HEAD] = self.first
+        self.poller.cursor[records.HEAD] = self.first
         self.ended = Words(world, "ended", [0])
         if self._has_poller:
             world.spawn("poller", self._serve, daemon=True)
@@ -300,7 +299,7 @@ class Stage:
     def _ticket_of(self, address: int) -> int:
         lease = (address - STAGING_ADDRESS) // self.buffer_bytes
         slot = self.poller.staging.leases[lease, staging.LEASE_SLOT]
-        return int(self.poller.requests[slot, serving.TICKET])
+        return int(self.poller.requests[slot, records.TICKET])
 
     # --- what fibers do ---
 
@@ -409,7 +408,7 @@ class Stage:
             return
         self.ledger.check_promises()
         for name in ("REQUESTS", "READS", "COPIES", "QUEUE_COUNT"):
-            if poller.cursor[getattr(serving, name)]:
+            if poller.cursor[getattr(records, name)]:
                 raise Violation(f"{name} is not 0 in the end")
         free = poller.staging.free[: poller.staging.counts[staging.FREE_COUNT]]
         if sorted(free) != list(range(self.buffers)):
