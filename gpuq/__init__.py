@@ -13,13 +13,22 @@ from gpuq.errors import (
     ForkedError,
     FormatError,
     GpuqError,
+    MemoryLimitError,
     PollerDiedError,
     ReadError,
     ReaderUnavailableError,
     SourceError,
     TargetUnavailableError,
 )
-from gpuq.handles import Counter, Destination, Explanation, Source, TileStream
+from gpuq.handles import (
+    ArraySource,
+    ArraySources,
+    Counter,
+    Destination,
+    Explanation,
+    Source,
+    TileStream,
+)
 from gpuq.host.statistics import Statistics
 from gpuq.kernels import (
     bind,
@@ -67,6 +76,8 @@ from gpuq.version import __version__
 
 __all__ = [
     "NO_TICKET",
+    "ArraySource",
+    "ArraySources",
     "ClosedError",
     "ConfigError",
     "Counter",
@@ -79,6 +90,7 @@ __all__ = [
     "GpuqError",
     "Loader",
     "LoaderConfig",
+    "MemoryLimitError",
     "PollerDiedError",
     "Queue",
     "ReadError",

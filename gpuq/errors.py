@@ -60,6 +60,25 @@ class ReadError(GpuqError, OSError):
         return type(self), (self.path, self.start, self.end, self.status, self.errno)
 
 
+class MemoryLimitError(GpuqError, MemoryError):
+    """Arrays would take more memory than the caller allows. Nothing was allocated.
+
+    Attributes
+    ----------
+    nbytes, limit : int
+        What the arrays take together, and what is allowed.
+    """
+
+    def __init__(self, what: str, nbytes: int, limit: int) -> None:
+        super().__init__(f"{what} takes {nbytes} bytes, and memory_limit is {limit}")
+        self.what = what
+        self.nbytes = nbytes
+        self.limit = limit
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.what, self.nbytes, self.limit)
+
+
 class DirectUnavailableError(GpuqError, OSError):
     """Direct reads were required and do not work for this file."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+from gpuq.formats import ArrayEntry, ArrayFile
 from gpuq.host.direct_file import OpenFile
 from gpuq.host.service import Service
 from gpuq.kernels.stream import Stream
@@ -104,6 +105,86 @@ class Source:
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
         return f"<gpuq.Source {self.path!r}, {self.size} bytes, handle {self.handle:#x}{state}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySource(ArrayEntry):
+    """Where one array lies, and the opened file it lies in. Made by `Loader.open_arrays`.
+
+    Attributes
+    ----------
+    source : Source
+        Of the whole file; arrays of one file share it. The rest is that of `ArrayEntry`: the
+        array is bytes ``[start, end)`` of it.
+    """
+
+    source: Source
+
+    @classmethod
+    def of(cls, entry: ArrayEntry, source: Source) -> ArraySource:
+        """Return the entry with its source."""
+        known = {field.name: getattr(entry, field.name) for field in fields(entry)}
+        return cls(**known, source=source)
+
+    @property
+    def handle(self) -> int:
+        """What kernels name the source by."""
+        return self.source.handle
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file when it was opened."""
+        return self.source.size
+
+
+class ArraySources(Mapping[str, ArraySource]):
+    """The arrays of a file by name, the file open for kernels. Made by `Loader.open_arrays`.
+
+    As a context manager it closes its sources in the end; the loader does so too.
+
+    Attributes
+    ----------
+    path : str
+        The file that was named.
+    format : {"raw", "npy", "safetensors", "safetensors-index"}
+    metadata : Mapping
+        See `gpuq.formats.ArrayFile`.
+    sources : tuple of Source
+        Each file once, however many arrays it has.
+    """
+
+    def __init__(self, file: ArrayFile, arrays: Mapping[str, ArraySource]) -> None:
+        self.path = file.path
+        self.format = file.format
+        self.metadata = file.metadata
+        self.sources = tuple(dict.fromkeys(array.source for array in arrays.values()))
+        self._arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> ArraySource:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def close(self) -> None:
+        """Close every source, see `Source.close`. Twice is harmless."""
+        for source in self.sources:
+            source.close()
+
+    def __enter__(self) -> ArraySources:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<gpuq.ArraySources {self.path!r}: {self.format}, {len(self)} arrays "
+            f"in {len(self.sources)} files>"
+        )
 
 
 class Destination:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from gpuq import reading
+from gpuq import arrays, reading
 from gpuq.errors import ConfigError
-from gpuq.handles import Source
+from gpuq.handles import ArraySources, Source
 from gpuq.layout import Queue
+from gpuq.progress import Progress
 from gpuq.registry import Registry
 
 
@@ -96,8 +97,56 @@ class HostSide(Registry):
             raise ConfigError(f"in_flight must be at least 1, not {in_flight}")
         return reading.read_many(self, source, ranges, in_flight)
 
+    def open_arrays(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Sequence[str] | None = None,
+        *,
+        dtype: Any = None,
+        shape: int | Sequence[int] | None = None,
+        direct: str | None = None,
+    ) -> ArraySources:
+        """Open a file, or all shards of an index, and say where its arrays lie, for kernels.
+
+        Parameters
+        ----------
+        path, dtype, shape
+            See `gpuq.formats.open_arrays`.
+        tensors : sequence of str, optional
+            Names of arrays; by default all. Shards with none of these are not opened.
+        direct : {"auto", "require", "off"}, optional
+            As for `open`.
+
+        Returns
+        -------
+        ArraySources
+            Name to `ArraySource`, in the file's order or that of `tensors`. Each file is opened
+            once, and stays open until the mapping or the loader is closed.
+
+        Raises
+        ------
+        KeyError
+            The file has no array of a name.
+        FormatError, OSError, SourceError and others
+            From the headers, and from `open`. Nothing stays open.
+
+        Examples
+        --------
+        >>> weights = loader.open_arrays("model.safetensors")       # doctest: +SKIP
+        >>> w = weights["w"]                                        # doctest: +SKIP
+        >>> kernel(loader.queue, w.handle, w.start, w.end, tile.handle)  # doctest: +SKIP
+        """
+        self._service.check()
+        return arrays.open_sources(self, os.fspath(path), tensors, dtype, shape, direct)
+
     def load(
-        self, path: str | os.PathLike[str], tensors: Sequence[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        tensors: Sequence[str] | None = None,
+        *,
+        device: str | int | None = None,
+        progress: bool | Progress = False,
+        memory_limit: int | None = None,
     ) -> dict[str, Any]:
         """Read whole arrays of a raw, ``.npy`` or ``.safetensors`` file, or of all its shards.
 
@@ -107,21 +156,38 @@ class HostSide(Registry):
             See `gpuq.formats.open_arrays`.
         tensors : sequence of str, optional
             Names of arrays; by default all.
+        device : {"cpu", "cuda"} or int, optional
+            Where the arrays must be; an integer is the number of a GPU. By default where the
+            kernels of the loader's target run: it has no other memory, so that anything else is
+            refused. The simulator also gives ``"cpu"``, as plain NumPy arrays.
+        progress : bool or function
+            True draws a bar on standard error where that is a terminal. A function is called in
+            this thread as ``progress(done, total)``, in bytes, at the begin and after each array.
+        memory_limit : int, optional
+            Most bytes that the arrays may take together. It covers the elements of the arrays
+            that are returned, and neither the loader's staging, which was allocated with the
+            loader, nor what an allocator rounds up.
 
         Returns
         -------
         dict of str to array
-            In the file's order, or that of `tensors`. Shapes and dtypes are the file's; elements
-            smaller than a byte come as bytes.
+            NumPy arrays on the CPU target, CuPy arrays on CUDA. In the file's order, or that of
+            `tensors`. Shapes and dtypes are the file's; elements smaller than a byte come as
+            bytes.
 
         Raises
         ------
+        ConfigError
+            `device` is not where this loader can put arrays, or a limit is negative.
+        MemoryLimitError
+            The arrays take more than `memory_limit`. Nothing was opened or allocated.
         KeyError
             The file has no array of a name.
         FormatError, OSError, ReadError and others
             From the headers, from opening, and from reading.
         """
-        return reading.load(self, os.fspath(path), tensors)
+        self._service.check()
+        return arrays.load(self, os.fspath(path), tensors, device, progress, memory_limit)
 
     def _host_reads(self) -> reading.HostReads:
         with self._service.lock:

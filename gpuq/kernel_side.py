@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpuq.errors import ConfigError, DestinationError, SourceError
-from gpuq.handles import Counter, Destination, Source, TileStream
+from gpuq.handles import ArraySource, Counter, Destination, Source, TileStream
 from gpuq.host.interrupting import acting_at_interrupt
 from gpuq.kernels.binding import bind
 from gpuq.kernels.gathering import Table
@@ -23,7 +23,7 @@ from gpuq.layout import NO_TICKET
 from gpuq.registry import Registry
 
 _ABORTED_SECONDS = 10.0
-_WITH_HANDLE = (Source, Destination, TileStream, Counter)
+_WITH_HANDLE = (Source, ArraySource, Destination, TileStream, Counter)
 
 
 class KernelSide(Registry):
@@ -80,7 +80,8 @@ class KernelSide(Registry):
             Blocks; with none, nothing is launched.
         *arguments
             What a kernel of the target takes: the queue, arrays of the target, numbers. A
-            `Source`, `Destination`, `TileStream` or `Counter` is handed over as its handle.
+            `Source`, `ArraySource`, `Destination`, `TileStream` or `Counter` is handed over as
+            its handle.
         threads_per_block : int
             On CUDA and in the simulator.
         threads : int, optional
@@ -115,7 +116,7 @@ class KernelSide(Registry):
         self,
         function: Callable[..., Any] = pull,
         *,
-        source: Source | int | str | None = None,
+        source: Source | ArraySource | int | str | None = None,
         destination: Destination | int | str | None = None,
         tag: int = 0,
     ) -> Callable[..., Any]:
@@ -148,7 +149,7 @@ class KernelSide(Registry):
 
     def stream(
         self,
-        source: Source,
+        source: Source | ArraySource,
         tile: int | tuple[int, ...],
         dtype: Any = "uint8",
         *,
@@ -161,7 +162,7 @@ class KernelSide(Registry):
 
         Parameters
         ----------
-        source : Source
+        source : Source or ArraySource
         tile : int or tuple of int
             Shape of a tile: rows, then the shape of a row. ``(64, 1000)`` is 64 rows of a matrix
             with 1000 columns; ``4096`` is 4096 elements.
@@ -169,7 +170,7 @@ class KernelSide(Registry):
             Of the elements.
         start, end : int
             Where the rows lie in the file, in bytes; by default all that may be asked for, see
-            `open`. What is left behind the last whole row is no row.
+            `open`, or the array. What is left behind the last whole row is no row.
         tiles_in_flight : int
             Tiles of a worker that are on their way while one is worked on.
         workers : int
@@ -213,7 +214,7 @@ class KernelSide(Registry):
 
     def table(
         self,
-        source: Source,
+        source: Source | ArraySource,
         destination: Destination,
         row_bytes: int,
         *,
@@ -225,7 +226,7 @@ class KernelSide(Registry):
 
         Parameters
         ----------
-        source : Source
+        source : Source or ArraySource
         destination : Destination
             Where the rows that are gathered go, one behind the other.
         row_bytes : int
@@ -310,7 +311,7 @@ def _handed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _rows_of(source: Source, start: int | None, end: int | None) -> tuple[int, int]:
+def _rows_of(source: Source | ArraySource, start: int | None, end: int | None) -> tuple[int, int]:
     """Return the range that rows lie in, by default what the source has and may be asked for."""
     return (
         source.start if start is None else start,

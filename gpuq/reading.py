@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ import numpy as np
 
 from gpuq.compiling import compiled
 from gpuq.errors import ClosedError, DestinationError, GpuqError, ReadError, SourceError
-from gpuq.formats import ArrayEntry, open_arrays
 from gpuq.handles import Destination, Source, unregister_all
 from gpuq.host.libc import sleep_ns
 from gpuq.host.service import Service
@@ -58,7 +57,6 @@ _HELD_DESTINATIONS = 64
 _HELD_BYTES = 64 << 20
 _IDLE_SECONDS = 0.05
 _INTERRUPTED_SECONDS = 10.0
-_LOADED_AT_ONCE = 64
 
 
 @compiled
@@ -377,7 +375,7 @@ def read_many(
     loader: Any, source: Source, ranges: Iterable[tuple[int, int]], in_flight: int
 ) -> Iterator[tuple[int, Any]]:
     """Read ranges and give each when it has arrived; see `Loader.read_many`."""
-    most = _at_once(loader, in_flight)
+    most = reads_at_once(loader, in_flight)
     arrived: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     outstanding: dict[Future[Any], int] = {}
     left = enumerate(ranges)
@@ -402,51 +400,6 @@ def read_many(
             future.cancel()
 
 
-def load(loader: Any, path: str, names: Sequence[str] | None) -> dict[str, Any]:
-    """Read whole arrays of a file; see `Loader.load`."""
-    entries = open_arrays(path)
-    wanted = list(entries) if names is None else list(dict.fromkeys(names))
-    if missing := [name for name in wanted if name not in entries]:
-        raise KeyError(f"{path} has no array {missing[0]!r}; it has {', '.join(entries)}")
-    arrays: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
-    outstanding: deque[Future[Any]] = deque()
-    most = _at_once(loader, _LOADED_AT_ONCE)
-    try:
-        for name in wanted:
-            entry = entries[name]
-            arrays[name], memory = _array_for(loader, entry)
-            if entry.nbytes == 0:
-                continue
-            if entry.path not in sources:
-                sources[entry.path] = loader.open(entry.path)
-            if len(outstanding) == most:
-                outstanding.popleft().result()
-            outstanding.append(
-                start_read(loader, sources[entry.path], entry.start, entry.end, memory)
-            )
-        while outstanding:
-            outstanding.popleft().result()
-    finally:
-        for future in outstanding:
-            future.cancel()
-        for source in sources.values():
-            source.close()
-    return arrays
-
-
-def _at_once(loader: Any, wanted: int) -> int:
+def reads_at_once(loader: Any, wanted: int) -> int:
     """Return how many reads may be under way: each has a destination, and others need some too."""
     return max(min(wanted, int(loader.config.destinations) // 2), 1)
-
-
-def _array_for(loader: Any, entry: ArrayEntry) -> tuple[Any, Any]:
-    """Return an array as its file describes it, and its bytes in the order of the file."""
-    if entry.packed:
-        memory = loader.empty(entry.nbytes, entry.dtype)
-    elif entry.order == "F":
-        memory = loader.empty(entry.shape[::-1], entry.dtype)
-        return memory.T, memory
-    else:
-        memory = loader.empty(entry.shape, entry.dtype)
-    return memory, memory

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from targets import SMALL, everywhere, examples, open_loader, run_in_the_simulator
 
 import gpuq
-from gpuq import reading
+from gpuq import arrays, reading
 from gpuq.compiling import SIMULATED
 from gpuq.layout import State, Status
 from gpuq.testing import readers
@@ -199,12 +199,12 @@ def test_a_checkpoint_that_was_cut_short_is_not_loaded(
     real = gpuq.formats.open_arrays
 
     def cut(place: Any) -> Any:
-        arrays = real(place)
+        found = real(place)
         with path.open("r+b") as file:
-            file.truncate(arrays["b"].end - 1)
-        return arrays
+            file.truncate(found["b"].end - 1)
+        return found
 
-    monkeypatch.setattr(reading, "open_arrays", cut)
+    monkeypatch.setattr(arrays, "open_arrays", cut)
     with pytest.raises(gpuq.ReadError, match="END_OF_FILE") as caught:
         loader.load(path)
     assert caught.value.path == str(path)

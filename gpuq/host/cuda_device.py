@@ -141,6 +141,11 @@ class CudaDevice:
             # NUMBA_DISABLE_CUDA, or another context than the primary one is current.
             raise TargetUnavailableError(f"Numba cannot use {self.facts.name}: {error}") from None
 
+    @property
+    def ordinal(self) -> int:
+        """The number that CUDA gives this device in this process."""
+        return self._ordinal
+
     # --- memory ---
 
     def mapped_words(self, count: int) -> tuple[NDArray[np.uint64], Any]:
