@@ -38,6 +38,8 @@ class LoaderConfig:
         Reads in flight at once.
     staging_bytes : int
         Bytes of one staging buffer, the most that one read brings; a multiple of 4096.
+    merge_bytes : int
+        The most bytes that are read at once for neighbouring requests; 0: each is read alone.
     sources, destinations : int
         How many may be open at once.
     counters : int
@@ -59,6 +61,7 @@ class LoaderConfig:
     slots: int = 1024
     staging_buffers: int = 128
     staging_bytes: int = 512 << 10
+    merge_bytes: int = 64 << 10
     sources: int = 1024
     destinations: int = 4096
     counters: int = 1024
@@ -72,6 +75,7 @@ class LoaderConfig:
         self._between("slots", 1, MAX_CAPACITY)
         self._between("staging_buffers", 1, 1 << 15)
         self._between("staging_bytes", _PAGE, 1 << 30)
+        self._between("merge_bytes", 0, 1 << 30)
         self._between("sources", 1, 1 << 20)
         self._between("destinations", 1, 1 << 20)
         self._between("counters", 1, 1 << 16)

@@ -293,6 +293,34 @@ MUTANTS = (
         ),
     ),
     _mutant(
+        "a borrower takes its bytes from where its own read would have put them",
+        "neighbours",
+        ("staging.wanted_address", " + ahead", ""),
+    ),
+    _mutant(
+        "a read for several requests is enough when it is for the first",
+        "neighbours, end of file",
+        (
+            "arrival.share",
+            "result >= leases[lease, NEEDED]",
+            "result >= leases[lease, SKIP] + leases[lease, WANTED]",
+        ),
+    ),
+    _mutant(
+        "a failed read fails all that borrow from it",
+        "neighbours, faults",
+        ("arrival.share", "read_from(p, borrower, 0)", "fail_piece(p, borrower, _READ_FAILED, 5)"),
+    ),
+    _mutant(
+        "requests of two files are joined",
+        "neighbours of two files",
+        (
+            "issuing.is_neighbour",
+            "request[SOURCE_BASE] != p.requests[record[LEASE_SLOT], SOURCE_BASE]",
+            "False",
+        ),
+    ),
+    _mutant(
         "a copy whose end nobody can see counts as failed",
         "copies that are lost",
         ("copying.end_copy", "elif outcome == COPY_UNCERTAIN:", "elif False:"),

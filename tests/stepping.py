@@ -106,6 +106,7 @@ class Stepper:
         must_be_direct: bool = False,
         proven: bool = False,
         alignment: int = ALIGNMENT,
+        merge_bytes: int = 0,
     ) -> None:
         self.data = np.ascontiguousarray(data, dtype=np.uint8)
         self.queue = bare_queue(capacity)
@@ -127,6 +128,7 @@ class Stepper:
             staging=self.staging,
             reader=self.reader,
             copier=self.copier,
+            merge_bytes=merge_bytes,
         )
         # Where the size is asked for, a real file must stand behind the buffered descriptor.
         self.buffered = os.memfd_create("stepper")

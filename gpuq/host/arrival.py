@@ -8,7 +8,7 @@ from typing import Any
 from gpuq.compiling import inlined
 from gpuq.host.completion import drop_piece, fail_piece
 from gpuq.host.copying import copy_piece
-from gpuq.host.direct_file import ENOUGH, RESUME, judge_read, span_start
+from gpuq.host.direct_file import ENOUGH, RESUME, judge_read, span_bytes, span_start
 from gpuq.host.issuing import read_from
 from gpuq.host.reader import reap_read
 from gpuq.host.records import (
@@ -17,21 +17,28 @@ from gpuq.host.records import (
     STATISTICS_BYTES,
     STATISTICS_FALLBACKS,
     STATISTICS_LAST_ERRNO,
+    STATISTICS_MERGED,
     STATISTICS_RETRIES,
     STATISTICS_SHORT_READS,
     STATUS,
     count,
 )
 from gpuq.host.staging import (
+    BORROWERS,
     DESCRIPTOR,
     FILLED,
     INTERRUPTIONS,
     LEASE_ALIGNMENT,
     LEASE_IS_DIRECT,
     LEASE_SLOT,
+    NEEDED,
+    NEXT_BORROWER,
     RESUMED,
     SKIP,
+    SPAN_BYTES,
+    SPAN_START,
     WANTED,
+    part,
 )
 from gpuq.host.tables import (
     BUFFERED_DESCRIPTOR,
@@ -80,6 +87,8 @@ def arrive(p: Any, lease: Any, result: Any) -> None:
     """Judge one finished read alone: copy, read on, or fail its request."""
     record = p.staging.leases[lease]
     request = p.requests[record[LEASE_SLOT]]
+    if record[BORROWERS] > 0 and share(p, lease, result):
+        return
     if request[STATUS] != _OK:
         # The request failed by another piece: the bytes are not wanted.
         drop_piece(p, lease)
@@ -92,7 +101,7 @@ def arrive(p: Any, lease: Any, result: Any) -> None:
         if record[LEASE_IS_DIRECT] == 1 and result > 0:
             p.sources[request[SOURCE_BASE] + IS_PROVEN] = 1
         reached = record[RESUMED] + result
-        verdict = judge_read(record[RESUMED], result, record[FILLED], record[SKIP] + record[WANTED])
+        verdict = judge_read(record[RESUMED], result, record[FILLED], record[NEEDED])
         if verdict == ENOUGH:
             copy_piece(p, lease)
             return
@@ -103,6 +112,41 @@ def arrive(p: Any, lease: Any, result: Any) -> None:
             read_from(p, lease, span_start(reached, record[LEASE_ALIGNMENT]))
         else:
             fail_piece(p, lease, _END_OF_FILE, 0)
+
+
+@inlined
+def share(p: Any, lease: Any, result: Any) -> Any:
+    """Give a finished read's borrowers their bytes; return whether the lender is read again.
+
+    A read that does not bring what all want says nothing of the single ones: one may want no
+    byte that is missing or broken, so each is read and judged by itself, the lender too.
+    """
+    leases = p.staging.leases
+    brings_all = result >= leases[lease, NEEDED]
+    borrower = leases[lease, NEXT_BORROWER]
+    while borrower >= 0:
+        following = leases[borrower, NEXT_BORROWER]
+        if as_signed(load_acquire(p.control, STATE)) == _ABORTED:
+            fail_piece(p, borrower, _STATUS_ABORTED, 0)
+        elif brings_all:
+            count(p, STATISTICS_MERGED, 1)
+            copy_piece(p, borrower)
+        else:
+            part(p.staging, borrower)
+            read_from(p, borrower, 0)
+        borrower = following
+    leases[lease, NEXT_BORROWER] = -1
+    if brings_all:
+        return False
+    record = leases[lease]
+    record[NEEDED] = record[SKIP] + record[WANTED]
+    begin, most = record[SPAN_START], record[SPAN_BYTES]
+    record[SPAN_BYTES] = span_bytes(begin, begin + record[NEEDED], record[LEASE_ALIGNMENT], most)
+    if result >= record[NEEDED] or as_signed(load_acquire(p.control, STATE)) == _ABORTED:
+        return False
+    count(p, STATISTICS_RETRIES, 1)
+    read_from(p, lease, 0)
+    return True
 
 
 @inlined

@@ -16,7 +16,7 @@ from gpuq.host.records import (
     count,
     end_queue,
 )
-from gpuq.host.staging import SKIP, TO, TO_KIND, WANTED, begin_copy, buffer_address, quarantine
+from gpuq.host.staging import TO, TO_KIND, WANTED, begin_copy, quarantine, wanted_address
 from gpuq.layout import State, Status
 
 _COPY_FAILED = int(Status.COPY_FAILED)
@@ -29,7 +29,7 @@ def copy_piece(p: Any, lease: Any) -> None:
     """Start the copy of a piece whose bytes are all there."""
     begin_copy(p.staging, lease)
     record = p.staging.leases[lease]
-    origin = buffer_address(p.staging, lease) + record[SKIP]
+    origin = wanted_address(p.staging, lease)
     outcome = start_copy(p.copier, lease, record[TO_KIND], record[TO], origin, record[WANTED])
     if outcome == COPY_UNDER_WAY:
         p.copying[p.cursor[COPIES]] = lease

@@ -28,12 +28,14 @@ from gpuq.host.records import (
     end_queue,
 )
 from gpuq.host.staging import (
+    BORROWERS,
     DESCRIPTOR,
     FILLED,
     INTERRUPTIONS,
     LEASE_ALIGNMENT,
     LEASE_IS_DIRECT,
     LEASE_SLOT,
+    NEEDED,
     RESUMED,
     SKIP,
     SPAN_BYTES,
@@ -41,6 +43,7 @@ from gpuq.host.staging import (
     TO,
     TO_KIND,
     WANTED,
+    borrow,
     buffer_address,
     take,
 )
@@ -49,6 +52,10 @@ from gpuq.layout import State, Status
 
 _OK = int(Status.OK)
 _ABORTED = int(State.ABORTED)
+
+_LOOK_AHEAD = 8
+"""Requests behind the first that may be none of its neighbours, until no more are looked at."""
+_MOST_BORROWERS = 63
 
 
 @inlined
@@ -100,7 +107,81 @@ def hand_over(p: Any) -> None:
 
 @inlined
 def issue_piece(p: Any, slot: Any, lease: Any) -> None:
-    """Read the next piece of a request into a lease's buffer."""
+    """Read the next piece of a request into a lease's buffer, and what neighbours want with it."""
+    assign_piece(p, slot, lease)
+    request = p.requests[slot]
+    if p.staging.leases[lease, WANTED] == request[FINISH] - request[BEGIN]:
+        join_neighbours(p, lease)
+    read_from(p, lease, 0)
+
+
+@inlined
+def join_neighbours(p: Any, lease: Any) -> None:
+    """Let requests that stand just behind in the ring borrow from a lease's read.
+
+    One read that brings what many want spares the others. Only whole requests are joined, and
+    only where the read covers no byte that their own reads would not.
+    """
+    cursor, record = p.cursor, p.staging.leases[lease]
+    most = min(p.merge_bytes, p.staging.buffer_bytes)
+    place = 1
+    passed_over = 0
+    while (
+        place < cursor[QUEUE_COUNT]
+        and passed_over < _LOOK_AHEAD
+        and record[BORROWERS] < _MOST_BORROWERS
+    ):
+        slot = p.queue[(cursor[QUEUE_HEAD] + place) & (p.capacity - 1)]
+        if not is_neighbour(p, record, slot, most):
+            place += 1
+            passed_over += 1
+            continue
+        borrower = take(p.staging)
+        if borrower < 0:
+            return
+        assign_piece(p, slot, borrower)
+        borrow(p.staging, borrower, lease)
+        joined = p.staging.leases[borrower]
+        ahead = joined[SPAN_START] - record[SPAN_START]
+        record[SPAN_BYTES] = max(record[SPAN_BYTES], ahead + joined[SPAN_BYTES])
+        record[NEEDED] = max(record[NEEDED], ahead + joined[NEEDED])
+        take_out(p, place)
+
+
+@inlined
+def is_neighbour(p: Any, record: Any, slot: Any, most: Any) -> Any:
+    """Say whether a request begins in or just behind a lease's span and fits in `most` bytes."""
+    request = p.requests[slot]
+    if (
+        request[STATUS] != _OK
+        or request[NEXT] != request[BEGIN]
+        or request[SOURCE_BASE] != p.requests[record[LEASE_SLOT], SOURCE_BASE]
+    ):
+        return False
+    alignment = record[LEASE_ALIGNMENT]
+    ahead = span_start(request[BEGIN], alignment) - record[SPAN_START]
+    if ahead < 0 or ahead > record[SPAN_BYTES] or ahead >= most:
+        return False
+    # Asked for one byte more than there may be, it tells whether the request ends within them.
+    room = most - ahead + alignment
+    return ahead + span_bytes(request[BEGIN], request[FINISH], alignment, room) <= most
+
+
+@inlined
+def take_out(p: Any, place: Any) -> None:
+    """Take the request at a place behind the first one out of the ring."""
+    cursor = p.cursor
+    head, mask = cursor[QUEUE_HEAD], p.capacity - 1
+    p.requests[p.queue[(head + place) & mask], QUEUED] = 0
+    for i in range(place, 0, -1):
+        p.queue[(head + i) & mask] = p.queue[(head + i - 1) & mask]
+    cursor[QUEUE_HEAD] = (head + 1) & mask
+    cursor[QUEUE_COUNT] -= 1
+
+
+@inlined
+def assign_piece(p: Any, slot: Any, lease: Any) -> None:
+    """Write the next piece of a request into a lease's record."""
     request = p.requests[slot]
     source_base = request[SOURCE_BASE]
     alignment, descriptor = access(p, source_base)
@@ -118,13 +199,13 @@ def issue_piece(p: Any, slot: Any, lease: Any) -> None:
     record[SPAN_BYTES] = length
     record[SKIP] = start - begin
     record[WANTED] = stop - start
+    record[NEEDED] = record[SKIP] + record[WANTED]
     record[FILLED] = 0
     record[INTERRUPTIONS] = 0
     record[TO] = request[TARGET_ADDRESS] + (start - request[BEGIN])
     record[TO_KIND] = p.destinations[request[DESTINATION_BASE] + KIND]
     request[NEXT] = stop
     request[PIECES] += 1
-    read_from(p, lease, 0)
 
 
 @inlined

@@ -51,7 +51,8 @@ STATISTICS_HIGH_WATER = STATUS_COUNT + 5
 STATISTICS_LAST_ERRNO = STATUS_COUNT + 6
 STATISTICS_QUARANTINED = STATUS_COUNT + 7
 STATISTICS_OUTSTANDING = STATUS_COUNT + 8
-STATISTICS_WORDS = STATUS_COUNT + 9
+STATISTICS_MERGED = STATUS_COUNT + 9
+STATISTICS_WORDS = STATUS_COUNT + 10
 
 
 class Poller(NamedTuple):
@@ -79,6 +80,8 @@ class Poller(NamedTuple):
         Leases whose copies are under way.
     cursor : array of int64, shape (CURSOR_WORDS,)
     capacity : int
+    merge_bytes : int
+        The most that neighbouring requests are read in together.
     staging : Staging
     reader, copier : NamedTuple
         Implementations of the contracts in `gpuq.host.reader` and `gpuq.host.copier`.
@@ -98,6 +101,7 @@ class Poller(NamedTuple):
     copying: Any
     cursor: Any
     capacity: int
+    merge_bytes: int
     staging: Staging
     reader: Any
     copier: Any
@@ -116,6 +120,7 @@ def make_poller(
     reader: Any,
     copier: Any,
     shown: Any = None,
+    merge_bytes: int = 0,
 ) -> Poller:
     """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier.
 
@@ -136,6 +141,7 @@ def make_poller(
         copying=np.zeros(len(staging.free), dtype=np.int64),
         cursor=np.zeros(CURSOR_WORDS, dtype=np.int64),
         capacity=capacity,
+        merge_bytes=merge_bytes,
         staging=staging,
         reader=reader,
         copier=copier,

@@ -153,6 +153,7 @@ class Service:
             staging=staging,
             reader=self.choice.reader,
             copier=device.copier(config.staging_buffers),
+            merge_bytes=config.merge_bytes,
         )
         self._thread = threading.Thread(
             target=_run,

@@ -4,6 +4,10 @@ A lease goes FREE → READING → COPYING → FREE. It leaves COPYING only when 
 complete; there is no shared event, no batch, and no list from which a second party infers that a
 buffer is free. A lease whose state is not certain is QUARANTINED and never given out again.
 
+A lease may *borrow*: its bytes come with another lease's read, and its copy takes them from that
+one's buffer. Each still has its own copy, and its own event for it. A *lender* whose own copy is
+over is LENDING until its last borrower's is.
+
 Only the poller touches this state, so it needs no order.
 """
 
@@ -20,6 +24,7 @@ FREE = 0
 READING = 1
 COPYING = 2
 QUARANTINED = 3
+LENDING = 4  # its own copy is over, and others' still read its buffer
 
 # Columns of a lease's record: the piece that it carries.
 PHASE = 0
@@ -36,7 +41,11 @@ RESUMED = 10  # where the read in flight began, from the buffer's begin
 INTERRUPTIONS = 11  # EINTR and EAGAIN in a row
 TO = 12  # destination address
 TO_KIND = 13  # where that is
-LEASE_WORDS = 16
+NEEDED = 14  # bytes of the span that this piece needs, and its borrowers with it
+LENDER = 15  # the lease whose buffer has its bytes: itself, unless it borrows
+BORROWERS = 16  # how many borrow from it
+NEXT_BORROWER = 17  # of a lender the first, of a borrower the next; -1 for none
+LEASE_WORDS = 24
 
 # Counts.
 FREE_COUNT = 0
@@ -86,10 +95,33 @@ def take(staging: Any) -> Any:
         return -1
     lease = staging.free[left - 1]
     staging.counts[FREE_COUNT] = left - 1
-    staging.leases[lease, PHASE] = READING
+    record = staging.leases[lease]
+    record[PHASE] = READING
+    record[LENDER] = lease
+    record[BORROWERS] = 0
+    record[NEXT_BORROWER] = -1
     out = len(staging.free) - (left - 1) - staging.counts[QUARANTINED_COUNT]
     staging.counts[HIGH_WATER] = max(staging.counts[HIGH_WATER], out)
     return lease
+
+
+@inlined
+def borrow(staging: Any, lease: Any, lender: Any) -> None:
+    """Have a lease's bytes come with another's read, which has not begun."""
+    record, lending = staging.leases[lease], staging.leases[lender]
+    assert record[PHASE] == READING
+    assert lending[PHASE] == READING
+    record[LENDER] = lender
+    record[NEXT_BORROWER] = lending[NEXT_BORROWER]
+    lending[NEXT_BORROWER] = lease
+    lending[BORROWERS] += 1
+
+
+@inlined
+def part(staging: Any, lease: Any) -> None:
+    """Let a lease borrow no more: it is back at its own buffer."""
+    staging.leases[staging.leases[lease, LENDER], BORROWERS] -= 1
+    staging.leases[lease, LENDER] = lease
 
 
 @inlined
@@ -104,6 +136,20 @@ def give_back(staging: Any, lease: Any) -> None:
     """Move a lease to FREE: its read is over and its copy, if it had one, was seen complete."""
     phase = staging.leases[lease, PHASE]
     assert phase == READING or phase == COPYING
+    lender = staging.leases[lease, LENDER]
+    if lender != lease:
+        part(staging, lease)
+        if staging.leases[lender, PHASE] == LENDING and staging.leases[lender, BORROWERS] == 0:
+            set_free(staging, lender)
+    if staging.leases[lease, BORROWERS] > 0:
+        staging.leases[lease, PHASE] = LENDING
+    else:
+        set_free(staging, lease)
+
+
+@inlined
+def set_free(staging: Any, lease: Any) -> None:
+    """Put a lease on the stack of free ones."""
     staging.leases[lease, PHASE] = FREE
     staging.free[staging.counts[FREE_COUNT]] = lease
     staging.counts[FREE_COUNT] += 1
@@ -120,3 +166,12 @@ def quarantine(staging: Any, lease: Any) -> None:
 def buffer_address(staging: Any, lease: Any) -> Any:
     """Return the address of a lease's buffer."""
     return staging.address + lease * staging.buffer_bytes
+
+
+@inlined
+def wanted_address(staging: Any, lease: Any) -> Any:
+    """Return where the bytes that a lease's piece wants lie, in its own buffer or its lender's."""
+    record = staging.leases[lease]
+    lender = record[LENDER]
+    ahead = record[SPAN_START] - staging.leases[lender, SPAN_START]
+    return buffer_address(staging, lender) + ahead + record[SKIP]

@@ -9,6 +9,7 @@ from gpuq.host.records import (
     STATISTICS_FALLBACKS,
     STATISTICS_HIGH_WATER,
     STATISTICS_LAST_ERRNO,
+    STATISTICS_MERGED,
     STATISTICS_OUTSTANDING,
     STATISTICS_QUARANTINED,
     STATISTICS_READS,
@@ -37,6 +38,8 @@ class Statistics:
         Bytes that reached destinations.
     reads : int
         Reads handed to the operating system.
+    merged : int
+        Requests whose bytes came with a neighbour's read.
     short_reads : int
         Reads that brought less than was asked and wanted.
     retries : int
@@ -59,6 +62,7 @@ class Statistics:
     outstanding: int = 0
     bytes: int = 0
     reads: int = 0
+    merged: int = 0
     short_reads: int = 0
     retries: int = 0
     fallbacks: int = 0
@@ -79,6 +83,7 @@ def take_statistics(poller: Poller, target: str, reader: str) -> Statistics:
         outstanding=words[STATISTICS_OUTSTANDING],
         bytes=words[STATISTICS_BYTES],
         reads=words[STATISTICS_READS],
+        merged=words[STATISTICS_MERGED],
         short_reads=words[STATISTICS_SHORT_READS],
         retries=words[STATISTICS_RETRIES],
         fallbacks=words[STATISTICS_FALLBACKS],

@@ -25,6 +25,8 @@ from gpuq.testing.explore.scenarios import (
     end_of_file,
     ends,
     fairness,
+    neighbours,
+    neighbours_end,
     onlooker,
     pieces,
     post_timeout,
@@ -34,6 +36,7 @@ from gpuq.testing.explore.scenarios import (
     rings,
     split,
     try_posts,
+    two_files,
     two_waiters,
     unregistered,
     wait_timeout,
@@ -46,6 +49,7 @@ _QUICK_TO_SLEEP = {"threads._SPINS_BEFORE_SLEEP": 1}
 _QUICK_TO_WAIT = {**_QUICK_TO_SLEEP, "poller._YIELD_AFTER": 0, "poller._SLEEP_AFTER": 2}
 _EAGER = {"queue._SPINS_PER_LOOK": 1, "counters._SPINS_PER_LOOK": 1}
 """A spin that looks at STATE only now and then would seem not to wait for it."""
+_MERGING = {"reader": "device", "capacity": 4, "buffers": 3, "merge_bytes": 4}
 _RING = {"reader": "threads", "has_poller": False}
 
 _ALL: tuple[tuple[Any, ...], ...] = (
@@ -93,6 +97,68 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         Bounds(1, 1, faults=1),
         Bounds(2, faults=2),
         {"file_bytes": 13, "read_faults": (SHORT,), "must_be_direct": True},
+    ),
+    (
+        "neighbours",
+        neighbours((0, 1), (1, 3), (3, 4)),
+        Bounds(1, 1),
+        Bounds(2),
+        {**_MERGING, "has_engine": True},
+    ),
+    (
+        "neighbours, faults",
+        neighbours((0, 1), (1, 3), (3, 4), statuses=_EVERY_STATUS),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {**_MERGING, "read_faults": (SHORT, INTERRUPTED, BROKEN), "must_be_direct": True},
+    ),
+    (
+        "neighbours, no direct reads",
+        neighbours((0, 1), (1, 3), (3, 4)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {**_MERGING, "read_faults": (REFUSED,)},
+    ),
+    (
+        "neighbours, end of file",
+        neighbours((0, 1), (1, 3), (3, 4)),
+        Bounds(1, 1),
+        Bounds(2),
+        {**_MERGING, "file_bytes": 3},
+    ),
+    ("neighbours of two files", two_files, Bounds(1, 1), Bounds(2), {**_MERGING, "has_host": True}),
+    (
+        "neighbours, copies that fail",
+        neighbours((0, 2), (2, 4), statuses=(OK, int(Status.COPY_FAILED))),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {**_MERGING, "has_engine": True, "driver_faults": (INVALID_COPY,)},
+    ),
+    (
+        "neighbours, copies that are lost",
+        pieces((0, 2), (2, 4), statuses=(OK, ABORTED)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=1),
+        {
+            **_MERGING,
+            "has_engine": True,
+            "driver_faults": (LOST_COPY, LOST_EVENT),
+            "may_fail": True,
+        },
+    ),
+    (
+        "neighbours, closing",
+        neighbours_end(State.CLOSING),
+        Bounds(1, 1),
+        Bounds(2),
+        {**_MERGING, "has_engine": True},
+    ),
+    (
+        "neighbours, abort",
+        neighbours_end(State.ABORTED),
+        Bounds(1, 1),
+        Bounds(2),
+        {**_MERGING, "has_engine": True},
     ),
     ("fairness", fairness, Bounds(2), Bounds(3), {"buffers": 1}),
     (

@@ -99,7 +99,7 @@ class Machine:
     ----------
     world : World
     ticket_of : callable
-        Which ticket the staging buffer at an address works for.
+        Which ticket works with the memory at an address, of staging or of a destination.
     read_faults, driver_faults : tuple of str
         What may happen, within `Bounds.faults`.
 
@@ -153,6 +153,8 @@ class Machine:
     def begin(self, transfer: Transfer) -> None:
         """Note that a transfer begins; its buffer must not be in use."""
         for other in self.in_flight:
+            if transfer.what == other.what == "copy":
+                continue  # from one read, for neighbours
             if (
                 transfer.buffer < other.buffer + other.nbytes
                 and other.buffer < transfer.buffer + transfer.nbytes
@@ -323,7 +325,7 @@ class Machine:
             if fault == INVALID_COPY:
                 self.faults_seen += 1
                 return driver.INVALID_VALUE
-            copy = Transfer("copy", self._ticket_of(b), b, c, destination=a)
+            copy = Transfer("copy", self._ticket_of(a), b, c, destination=a)
             self.begin(copy)
             self._stream.append(("copy", copy, 0))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpuq.host import tables
+from gpuq.host import records, tables
 from gpuq.layout import COUNTS_SHIFT, State, Status
 from gpuq.testing.explore.ledger import ABORTED, OK, Request
 from gpuq.testing.explore.machine import STAGING_ADDRESS
@@ -274,6 +274,65 @@ def pieces(*ranges: tuple[int, int], statuses: tuple[int, ...] = (OK,)) -> Build
             stage.notes["faults"] = stage.notes.get("faults", 0) + stage.machine.faults_seen
 
         stage.fiber("producer", pull)
+
+    return build
+
+
+def neighbours(*ranges: tuple[int, int], statuses: tuple[int, ...] = (OK,)) -> Build:
+    """A fiber posts requests that one read may serve; what is behind the file's end fails alone."""
+
+    def build(stage: Stage) -> None:
+        size = len(stage.machine.files[BUFFERED].data)
+        missing = int(Status.END_OF_FILE)
+        requests = [
+            stage.request(start, end, *(statuses if end <= size else (missing,)))
+            for start, end in ranges
+        ]
+
+        def pull() -> None:
+            tickets = [stage.post(request) for request in requests]
+            got = [stage.wait(ticket) for ticket in tickets]
+            failed = sum(status not in (OK, missing) for status in got)
+            demand(failed <= stage.machine.faults_seen, "a fault failed more than one request")
+            stage.notes["faults"] = stage.notes.get("faults", 0) + stage.machine.faults_seen
+            if stage.poller.statistics[records.STATISTICS_MERGED]:
+                stage.note("merged")
+
+        stage.fiber("producer", pull)
+
+    return build
+
+
+def two_files(stage: Stage) -> None:
+    """Ranges that would be neighbours if they were of one file."""
+    other = stage.open(DIRECT + 2, 64, 2)
+    requests = [stage.request(0, 2), stage.request(2, 4, source=other), stage.request(2, 4)]
+
+    def pull() -> None:
+        tickets = [stage.post(request) for request in requests]
+        for ticket in tickets:
+            demand(stage.wait(ticket) == OK, "a pull failed")
+        if stage.poller.statistics[records.STATISTICS_MERGED]:
+            stage.note("merged")
+
+    stage.fiber("producer", pull)
+
+
+def neighbours_end(state: State) -> Build:
+    """Neighbours are on their way when the queue ends."""
+
+    def build(stage: Stage) -> None:
+        requests = [stage.request(2 * i, 2 * i + 2, *ENDED) for i in range(2)]
+
+        def pull() -> None:
+            tickets = [stage.post(request) for request in requests]
+            for ticket in tickets:
+                demand(ticket < 0 or stage.wait(ticket) in ENDED, "an unexpected status")
+            if stage.poller.statistics[records.STATISTICS_MERGED]:
+                stage.note("merged")
+
+        stage.fiber("producer", pull)
+        stage.fiber("host", lambda: stage.raise_state(state), is_host=True)
 
     return build
 

@@ -121,6 +121,7 @@ class Stage:
         workers: int = 2,
         has_poller: bool = True,
         may_fail: bool = False,
+        merge_bytes: int = 0,
     ) -> None:
         self.world = world
         self.code = code
@@ -142,6 +143,7 @@ class Stage:
         self.buffers, self.buffer_bytes = buffers, buffer_bytes
         self._room = 0
         self._must_be_direct = must_be_direct
+        self._merge_bytes = merge_bytes
 
         self.queue = self._make_queue()
         self._make_tables(file_bytes, alignment)
@@ -267,6 +269,7 @@ class Stage:
                 ),
                 reader=self.reader,
                 copier=copies,
+                merge_bytes=self._merge_bytes,
             )
         )
         turns = self.queue.turns
@@ -297,6 +300,9 @@ class Stage:
         self.ops.store_release(self.ended, 0, 1)
 
     def _ticket_of(self, address: int) -> int:
+        for ticket, request in self.ledger.requests.items():
+            if request.address <= address < request.address + max(request.end - request.start, 1):
+                return ticket
         lease = (address - STAGING_ADDRESS) // self.buffer_bytes
         slot = self.poller.staging.leases[lease, staging.LEASE_SLOT]
         return int(self.poller.requests[slot, records.TICKET])
