@@ -46,6 +46,8 @@ class LoaderConfig:
         How many `Loader.counter` gives out.
     reader_threads : int
         Workers of the threads reader.
+    trace : int
+        Records of the trace that are kept until they are taken, see `Loader.trace`; 0: no trace.
     post_timeout_ns : int
         How long `gpuq.post` waits for a free slot, in nanoseconds.
 
@@ -66,6 +68,7 @@ class LoaderConfig:
     destinations: int = 4096
     counters: int = 1024
     reader_threads: int = 16
+    trace: int = 0
     post_timeout_ns: int = 10_000_000_000
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class LoaderConfig:
         self._between("destinations", 1, 1 << 20)
         self._between("counters", 1, 1 << 16)
         self._between("reader_threads", 1, 1024)
+        self._between("trace", 0, 1 << 26)
         self._between("post_timeout_ns", 0, 1 << 62)
         if self.slots & (self.slots - 1):
             raise ConfigError(f"slots must be a power of two, not {self.slots}")

@@ -69,11 +69,12 @@ HISTORY_WORDS = 4
 COUNTED = 1 << 62
 
 # The control words: written by the host only.
-CONTROL_WORDS = 3 * LINE_WORDS
+CONTROL_WORDS = 4 * LINE_WORDS
 STATE = 0  # State; only ever raised
 HEARTBEAT = LINE_WORDS  # passes that the poller has begun
 REVISION_SEEN = LINE_WORDS + 1  # the poller: REVISION as its newest pass found it
 REVISION = 2 * LINE_WORDS  # host threads: how often a handle was withdrawn
+TRACE_TAKEN = 3 * LINE_WORDS  # a host thread: records that were taken from the trace
 
 # Device memory of the producers: the tail alone on its line, and one turn per slot.
 TAIL_WORDS = LINE_WORDS

@@ -107,6 +107,7 @@ class Stepper:
         proven: bool = False,
         alignment: int = ALIGNMENT,
         merge_bytes: int = 0,
+        trace: int = 0,
     ) -> None:
         self.data = np.ascontiguousarray(data, dtype=np.uint8)
         self.queue = bare_queue(capacity)
@@ -129,6 +130,7 @@ class Stepper:
             reader=self.reader,
             copier=self.copier,
             merge_bytes=merge_bytes,
+            trace=trace,
         )
         # Where the size is asked for, a real file must stand behind the buffered descriptor.
         self.buffered = os.memfd_create("stepper")

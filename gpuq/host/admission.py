@@ -20,9 +20,12 @@ from gpuq.host.issuing import enqueue
 from gpuq.host.libc import cached_size_of, size_of
 from gpuq.host.records import (
     ACTIVE,
+    ASKED_END,
+    ASKED_START,
     BEGIN,
     COUNTER,
     DESTINATION_BASE,
+    DESTINATION_HANDLE,
     ERRNO,
     FINISH,
     HEAD,
@@ -32,6 +35,7 @@ from gpuq.host.records import (
     QUEUED,
     REQUEST_TAG,
     SOURCE_BASE,
+    SOURCE_HANDLE,
     STATUS,
     SWEEP,
     TARGET_ADDRESS,
@@ -50,6 +54,7 @@ from gpuq.host.tables import (
     add_in_flight,
     lookup,
 )
+from gpuq.host.tracing import trace_admission
 from gpuq.layout import (
     COUNTER_WORDS,
     DESTINATION,
@@ -142,6 +147,7 @@ def admit_slot(p: Any, slot: Any) -> Any:
     request[DESTINATION_BASE] = -1
     request[COUNTER] = -1
     request[REQUEST_TAG] = as_signed(load_relaxed(words, base + TAG))
+    trace_admission(p, request)
     status = examine(p, request, base)
     request[STATUS] = status
     if status != _OK or request[BEGIN] == request[FINISH]:
@@ -161,6 +167,10 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     end_word = load_relaxed(words, base + END)
     offset_word = load_relaxed(words, base + OFFSET)
     options = load_relaxed(words, base + OPTIONS)
+    request[SOURCE_HANDLE] = source
+    request[DESTINATION_HANDLE] = destination
+    request[ASKED_START] = as_signed(start_word)
+    request[ASKED_END] = as_signed(end_word)
     if options > as_word(len(p.counters) // COUNTER_WORDS):
         return _BAD_OPTIONS
     request[COUNTER] = as_signed(options) - 1

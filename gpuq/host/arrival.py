@@ -47,6 +47,7 @@ from gpuq.host.tables import (
     IS_PROVEN,
     MUST_BE_DIRECT,
 )
+from gpuq.host.tracing import FELL_BACK, READ_ON, trace_arrival, trace_turn
 from gpuq.layout import STATE, State, Status
 from gpuq.ordering import as_signed, load_acquire, store_release
 
@@ -87,6 +88,7 @@ def arrive(p: Any, lease: Any, result: Any) -> None:
     """Judge one finished read alone: copy, read on, or fail its request."""
     record = p.staging.leases[lease]
     request = p.requests[record[LEASE_SLOT]]
+    trace_arrival(p, request)
     if record[BORROWERS] > 0 and share(p, lease, result):
         return
     if request[STATUS] != _OK:
@@ -109,6 +111,7 @@ def arrive(p: Any, lease: Any, result: Any) -> None:
         if verdict == RESUME:
             record[FILLED] = reached
             count(p, STATISTICS_RETRIES, 1)
+            trace_turn(p, request, READ_ON)
             read_from(p, lease, span_start(reached, record[LEASE_ALIGNMENT]))
         else:
             fail_piece(p, lease, _END_OF_FILE, 0)
@@ -130,9 +133,11 @@ def share(p: Any, lease: Any, result: Any) -> Any:
             fail_piece(p, borrower, _STATUS_ABORTED, 0)
         elif brings_all:
             count(p, STATISTICS_MERGED, 1)
+            trace_arrival(p, p.requests[leases[borrower, LEASE_SLOT]])
             copy_piece(p, borrower)
         else:
             part(p.staging, borrower)
+            trace_turn(p, p.requests[leases[borrower, LEASE_SLOT]], READ_ON)
             read_from(p, borrower, 0)
         borrower = following
     leases[lease, NEXT_BORROWER] = -1
@@ -145,6 +150,7 @@ def share(p: Any, lease: Any, result: Any) -> Any:
     if result >= record[NEEDED] or as_signed(load_acquire(p.control, STATE)) == _ABORTED:
         return False
     count(p, STATISTICS_RETRIES, 1)
+    trace_turn(p, p.requests[record[LEASE_SLOT]], READ_ON)
     read_from(p, lease, 0)
     return True
 
@@ -158,6 +164,7 @@ def arrive_failed(p: Any, lease: Any, number: Any) -> None:
         record[INTERRUPTIONS] += 1
         if record[INTERRUPTIONS] < _MOST_INTERRUPTIONS:
             count(p, STATISTICS_RETRIES, 1)
+            trace_turn(p, p.requests[record[LEASE_SLOT]], READ_ON)
             read_from(p, lease, record[RESUMED])
             return
     elif (
@@ -170,6 +177,7 @@ def arrive_failed(p: Any, lease: Any, number: Any) -> None:
             store_release(p.sources, source_base + IS_DIRECT, 0)
         store_release(p.sources, source_base + FALLBACK_ERRNO, number)
         count(p, STATISTICS_FALLBACKS, 1)
+        trace_turn(p, p.requests[record[LEASE_SLOT]], FELL_BACK)
         count(p, STATISTICS_RETRIES, 1)
         record[DESCRIPTOR] = p.sources[source_base + BUFFERED_DESCRIPTOR]
         record[LEASE_IS_DIRECT] = 0

@@ -20,6 +20,7 @@ from gpuq.host.records import (
 )
 from gpuq.host.staging import LEASE_SLOT, give_back
 from gpuq.host.tables import add_in_flight
+from gpuq.host.tracing import trace_completion
 from gpuq.layout import (
     COUNTER_WORDS,
     COUNTS,
@@ -80,6 +81,7 @@ def complete(p: Any, slot: Any) -> None:
     count(p, request[STATUS], 1)
     if request[COUNTER] >= 0:
         count_answer(p, request[COUNTER], request[STATUS])
+    trace_completion(p, request)
     flag = (
         (request[TICKET] + 1) << FLAG_SEQUENCE_SHIFT
         | (request[ERRNO] & FLAG_ERRNO_MASK) << FLAG_ERRNO_SHIFT

@@ -16,7 +16,16 @@ from gpuq.host.records import (
     count,
     end_queue,
 )
-from gpuq.host.staging import TO, TO_KIND, WANTED, begin_copy, quarantine, wanted_address
+from gpuq.host.staging import (
+    LEASE_SLOT,
+    TO,
+    TO_KIND,
+    WANTED,
+    begin_copy,
+    quarantine,
+    wanted_address,
+)
+from gpuq.host.tracing import trace_copy
 from gpuq.layout import State, Status
 
 _COPY_FAILED = int(Status.COPY_FAILED)
@@ -29,6 +38,7 @@ def copy_piece(p: Any, lease: Any) -> None:
     """Start the copy of a piece whose bytes are all there."""
     begin_copy(p.staging, lease)
     record = p.staging.leases[lease]
+    trace_copy(p, p.requests[record[LEASE_SLOT]])
     origin = wanted_address(p.staging, lease)
     outcome = start_copy(p.copier, lease, record[TO_KIND], record[TO], origin, record[WANTED])
     if outcome == COPY_UNDER_WAY:

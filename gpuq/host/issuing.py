@@ -48,6 +48,7 @@ from gpuq.host.staging import (
     take,
 )
 from gpuq.host.tables import IS_DIRECT, KIND
+from gpuq.host.tracing import trace_loan, trace_read
 from gpuq.layout import State, Status
 
 _OK = int(Status.OK)
@@ -145,6 +146,7 @@ def join_neighbours(p: Any, lease: Any) -> None:
         ahead = joined[SPAN_START] - record[SPAN_START]
         record[SPAN_BYTES] = max(record[SPAN_BYTES], ahead + joined[SPAN_BYTES])
         record[NEEDED] = max(record[NEEDED], ahead + joined[NEEDED])
+        trace_loan(p, p.requests[slot])
         take_out(p, place)
 
 
@@ -213,6 +215,7 @@ def read_from(p: Any, lease: Any, resumed: Any) -> None:
     """Submit the read of a lease's span from `resumed` bytes behind its begin."""
     record = p.staging.leases[lease]
     record[RESUMED] = resumed
+    trace_read(p, p.requests[record[LEASE_SLOT]], record[LEASE_IS_DIRECT])
     submit_read(
         p.reader,
         lease,

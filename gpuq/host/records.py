@@ -25,9 +25,21 @@ PIECES = 8  # pieces read or copied now
 STATUS = 9
 ERRNO = 10
 REQUEST_TAG = 11
-COUNTER = 13  # number of the counter that counts the answer, -1 for none
 QUEUED = 12  # 1 while it stands in the ring of requests with pieces left to issue
-REQUEST_WORDS = 16
+COUNTER = 13  # number of the counter that counts the answer, -1 for none
+SOURCE_HANDLE = 14  # what the submission says, good or bad
+DESTINATION_HANDLE = 15
+ASKED_START = 16
+ASKED_END = 17
+ADMITTED_NS = 18  # the rest is for the trace
+FIRST_READ_NS = 19
+LAST_READ_NS = 20
+COPY_NS = 21
+READ_COUNT = 22
+PATH = 23
+REQUEST_WORDS = 24
+
+TRACE_WORDS = 16
 
 # The poller's own words.
 HEAD = 0  # next ticket to admit
@@ -52,7 +64,9 @@ STATISTICS_LAST_ERRNO = STATUS_COUNT + 6
 STATISTICS_QUARANTINED = STATUS_COUNT + 7
 STATISTICS_OUTSTANDING = STATUS_COUNT + 8
 STATISTICS_MERGED = STATUS_COUNT + 9
-STATISTICS_WORDS = STATUS_COUNT + 10
+STATISTICS_TRACED = STATUS_COUNT + 10
+STATISTICS_TRACE_LOST = STATUS_COUNT + 11
+STATISTICS_WORDS = STATUS_COUNT + 12
 
 
 class Poller(NamedTuple):
@@ -71,6 +85,8 @@ class Poller(NamedTuple):
         The capability tables (host).
     statistics : array of int64, shape (STATISTICS_WORDS,)
         (host reads)
+    trace : array of int64, shape (records, words of a record)
+        A ring, see `gpuq.host.tracing` (host reads).
     requests : array of int64, shape (capacity, REQUEST_WORDS)
     expected : array of int64, shape (capacity,)
         Per slot, the ticket to be admitted next.
@@ -95,6 +111,7 @@ class Poller(NamedTuple):
     sources: Any
     destinations: Any
     statistics: Any
+    trace: Any
     requests: Any
     expected: Any
     queue: Any
@@ -121,10 +138,11 @@ def make_poller(
     copier: Any,
     shown: Any = None,
     merge_bytes: int = 0,
+    trace: int = 0,
 ) -> Poller:
     """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier.
 
-    Without `shown`, kernels are shown `control` itself.
+    Without `shown`, kernels are shown `control` itself. `trace` records are kept of requests.
     """
     return Poller(
         submissions=submissions,
@@ -135,6 +153,7 @@ def make_poller(
         sources=sources,
         destinations=destinations,
         statistics=np.zeros(STATISTICS_WORDS, dtype=np.int64),
+        trace=np.zeros((trace, TRACE_WORDS), dtype=np.int64),
         requests=np.zeros((capacity, REQUEST_WORDS), dtype=np.int64),
         expected=np.arange(capacity, dtype=np.int64),
         queue=np.zeros(capacity, dtype=np.int64),

@@ -31,6 +31,7 @@ from gpuq.host import (
     staging,
     tables,
     threads,
+    tracing,
     uring,
 )
 from gpuq.kernels import counters, queue
@@ -44,6 +45,7 @@ MODULES = (
     arrival,
     copying,
     completion,
+    tracing,
     poller,
     staging,
     tables,
