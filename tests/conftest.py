@@ -140,7 +140,8 @@ def make_scripted(
         monkeypatch.setattr(
             CpuDevice, "copier", lambda self, leases: copiers.make_scripted_copier(leases, copies)
         )
-        loader = make_loader(**given)
+        # A script goes by the number of a read, so each request has reads of its own.
+        loader = make_loader(**{"merge_bytes": 0} | given)
         made.append(reader)
         return loader, reader
 
