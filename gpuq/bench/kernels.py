@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpuq.kernels.queue import post_at, wait
+from gpuq.host.libc import sleep_ns
+from gpuq.kernels.queue import poll, post_at, wait
+from gpuq.layout import Status
 from gpuq.ordering import clock_ns
 
 ANY_NUMBER = (1 << 62) - 1
 FOREVER_NS = 1 << 61
+PENDING = int(Status.PENDING)
+_NAP_NS = 200_000
 
 
 @njit(nogil=True)
@@ -122,3 +126,60 @@ def be_busy(until_ns: Any) -> Any:
         for _ in range(1000):
             state = next_random(state)
     return state
+
+
+@njit(nogil=True)
+def time_pulls_until(
+    q: Any,
+    source: Any,
+    destination: Any,
+    block_bytes: Any,
+    blocks: Any,
+    seed: Any,
+    begin_ns: Any,
+    duration_ns: Any,
+    latencies_ns: Any,
+) -> Any:
+    """Pull random blocks one by one for a time, at least one; return (pulls, first bad status)."""
+    random = np.uint64(seed)
+    while clock_ns() < begin_ns:
+        pass
+    first = clock_ns()
+    done = 0
+    while done < len(latencies_ns):
+        random = next_random(random)
+        start = np.int64(random % np.uint64(blocks)) * block_bytes
+        began = clock_ns()
+        status = wait(q, post_at(q, source, destination, 0, start, start + block_bytes, done))
+        now = clock_ns()
+        latencies_ns[done] = now - began
+        done += 1
+        if status != 0:
+            return done, status
+        if now - first >= duration_ns:
+            break
+    return done, 0
+
+
+@njit(nogil=True)
+def pull_whole(
+    q: Any, source: Any, destination: Any, nbytes: Any, begin_ns: Any, duration_ns: Any
+) -> Any:
+    """Pull all in one request, at least once, for a time; return (times, nanoseconds, bad status).
+
+    Sleeps while it waits: the processor is left to what is measured beside it.
+    """
+    while clock_ns() < begin_ns:
+        sleep_ns(_NAP_NS)
+    began = clock_ns()
+    done = 0
+    while True:
+        ticket = post_at(q, source, destination, 0, 0, nbytes, done)
+        while poll(q, ticket) == PENDING:
+            sleep_ns(_NAP_NS)
+        status = wait(q, ticket)
+        if status != 0:
+            return done, clock_ns() - began, status
+        done += 1
+        if clock_ns() - began >= duration_ns:
+            return done, clock_ns() - began, 0
