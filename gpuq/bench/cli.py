@@ -368,3 +368,37 @@ def cpu(
             )
         )
         bench.show(result[0])
+
+
+@app.command()
+def kernels(
+    file: File = None,
+    size: Size = 1 << 28,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    rounds: Rounds = 7,
+    tile: Annotated[int, typer.Option(min=4, help="Bytes of a tile.")] = 256 << 10,
+    arithmetic: Annotated[int, typer.Option(min=0, help="Square roots for an element.")] = 4,
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Add up a file in a kernel: with pull one by one, and with tiles in flight."""
+    from gpuq.bench import streaming as bench
+
+    settings = {"rounds": rounds, "tile": tile, "arithmetic": arithmetic, "direct": direct}
+    with _bench("kernels", file, size, directory, keep, json_file, settings) as (
+        path,
+        nbytes,
+        result,
+    ):
+        result.append(
+            bench.measure(
+                path,
+                nbytes,
+                tile_bytes=tile,
+                arithmetic=arithmetic,
+                direct=direct,
+                rounds=rounds,
+            )
+        )
+        bench.show(result[0])

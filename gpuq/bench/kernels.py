@@ -8,7 +8,8 @@ import numpy as np
 from numba import njit
 
 from gpuq.host.libc import sleep_ns
-from gpuq.kernels.queue import poll, post_at, wait
+from gpuq.kernels.queue import poll, post_at, pull, wait
+from gpuq.kernels.stream import stream_close, stream_next, stream_open
 from gpuq.layout import Status
 from gpuq.ordering import clock_ns
 
@@ -183,3 +184,56 @@ def pull_whole(
         done += 1
         if clock_ns() - began >= duration_ns:
             return done, clock_ns() - began, 0
+
+
+@njit(nogil=True)
+def add_up(tile: Any, total: Any, arithmetic: Any) -> Any:
+    """Add the elements of a tile to a total, each after some rounds of arithmetic."""
+    for i in range(len(tile)):
+        value = np.float32(tile[i])
+        for _ in range(arithmetic):
+            value = np.sqrt(value + np.float32(1.0))
+        total += value
+    return total
+
+
+@njit(nogil=True)
+def add_up_pulled(
+    q: Any, source: Any, destination: Any, tile: Any, tiles: Any, arithmetic: Any
+) -> Any:
+    """Pull tile after tile into one array, and add each up; (status, total, nanoseconds)."""
+    began = clock_ns()
+    total = 0.0
+    status = 0
+    for number in range(tiles):
+        start = number * tile.nbytes
+        status = pull(q, source, destination, start, start + tile.nbytes, number)
+        if status != 0:
+            break
+        total = add_up(tile, total, arithmetic)
+    return status, total, clock_ns() - began
+
+
+@njit(nogil=True)
+def add_up_streamed(q: Any, stream: Any, tiles: Any, arithmetic: Any) -> Any:
+    """Add up the first tiles of a stream while the next arrive; (status, total, nanoseconds)."""
+    began = clock_ns()
+    total = 0.0
+    stream_open(q, stream, 0, 0, tiles * stream.tiles.shape[2])
+    while True:
+        status, _row, tile = stream_next(q, stream, 0)
+        if status != 0 or len(tile) == 0:
+            break
+        total = add_up(tile, total, arithmetic)
+    stream_close(q, stream, 0)
+    return status, total, clock_ns() - began
+
+
+@njit(nogil=True)
+def add_up_resident(tile: Any, tiles: Any, arithmetic: Any) -> Any:
+    """Add up one tile over and over, with nothing to wait for; (total, nanoseconds)."""
+    began = clock_ns()
+    total = 0.0
+    for _ in range(tiles):
+        total = add_up(tile, total, arithmetic)
+    return total, clock_ns() - began
