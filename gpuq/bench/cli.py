@@ -86,7 +86,7 @@ def _reporting(
     result: list[Any] = []
     try:
         machine = describe_machine(directory)
-        console.print(machine)
+        console.print(str(machine))
         yield result
         write_json(json_file, report(name, machine, settings, result[0]))
     except (OSError, ValueError, GpuqError, *theirs) as error:
