@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,41 +12,12 @@ from typing import Any
 
 import pytest
 from numba import typeof
+from page_examples import EXAMPLES, FEW_ROWS, assert_examples_are_right, body_of
 from ptx import Compiled, accesses_at_fault, compiled_body
 
 from gpuq import kernel_side
 from gpuq.compiling import SIMULATED
 from gpuq.launching import Launch
-
-PAGE = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
-FEW_ROWS = "64"
-"""Argument of the example that takes one; the simulator runs some thousand lines a second."""
-
-ON_SIMULATOR = """
-import runpy, sys
-from gpuq.compiling import SIMULATED
-assert SIMULATED
-scripts, sys.argv = sys.argv[2:], sys.argv[:2]
-for script in scripts:
-    runpy.run_path(script, run_name="__main__")
-"""
-
-
-def body_of(script: str) -> ast.FunctionDef:
-    """Return the kernel's body in a script."""
-    (body,) = [
-        node
-        for node in ast.walk(ast.parse(script))
-        if isinstance(node, ast.FunctionDef) and [a.arg for a in node.args.args][:1] == ["index"]
-    ]
-    return body
-
-
-EXAMPLES = {
-    body_of(script).name: script
-    for script in re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
-    if "loader.launch(" in script
-}
 
 
 def test_all_five_examples_are_found() -> None:
@@ -60,19 +28,7 @@ def test_all_five_examples_are_found() -> None:
 
 @pytest.mark.skipif(SIMULATED, reason="it starts the simulator itself")
 def test_every_example_is_right_in_the_simulator(tmp_path: Path) -> None:
-    for name, script in EXAMPLES.items():
-        (tmp_path / f"{name}.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-c", ON_SIMULATOR, FEW_ROWS, *(f"{name}.py" for name in EXAMPLES)],
-        cwd=tmp_path,
-        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "False" not in done.stdout, done.stdout
-    assert len(re.findall(r"^every \w+(?: \w+)? is right: True$", done.stdout, re.M)) == 6
+    assert_examples_are_right(tmp_path, "simulator")
 
 
 # --- what stands in a body ------------------------------------------------------------------------
