@@ -402,3 +402,51 @@ def kernels(
             )
         )
         bench.show(result[0])
+
+
+def _changes(given: list[str]) -> dict[str, float]:
+    changes = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        try:
+            changes[name] = float(value)
+        except ValueError:
+            raise typer.BadParameter(f"{one!r} is not of the form NAME=NUMBER") from None
+    return changes
+
+
+@app.command()
+def scale(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Bytes of a request; may be repeated.")
+    ] = None,
+    drives: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated.")] = None,
+    requests: Annotated[int, typer.Option(min=10, help="Simulated for each case.")] = 4_000,
+    spread: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of times: 0 exact, 1 exponential.")
+    ] = 0.5,
+    seed: int = 1,
+    changed: Annotated[
+        list[str] | None, typer.Option("--input", help="NAME=VALUE, in the table's unit.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Model one GPU with several NVMe drives, and simulate the model; nothing is measured."""
+    from gpuq.bench import scaling as bench
+    from gpuq.bench.measuring import write_json
+
+    settings = {"requests": requests, "spread": spread, "seed": seed}
+    try:
+        result = bench.measure(
+            sizes=size or bench.SIZES,
+            drives=drives or bench.DRIVES,
+            changes=_changes(changed or []),
+            requests=requests,
+            spread=spread,
+            seed=seed,
+        )
+        bench.show(result)
+        write_json(json_file, {"bench": "scale", "settings": settings, "results": result})
+    except (OSError, ValueError) as error:
+        print(f"gpuq bench scale: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
