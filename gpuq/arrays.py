@@ -6,11 +6,12 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from gpuq.errors import ConfigError, MemoryLimitError
+from gpuq.errors import ConfigError, DestinationError, MemoryLimitError
 from gpuq.formats import ArrayEntry, ArrayFile, open_arrays
 from gpuq.handles import ArraySource, ArraySources, Source
 from gpuq.progress import Progress, telling
@@ -46,6 +47,7 @@ def load(
     entries = _chosen(file, names)
     total = sum(entry.nbytes for entry in entries)
     check_limit(path, total, memory_limit)
+    entries = [with_dtype_of_target(loader, entry) for entry in entries]
     with (
         _open_all(loader, file, [entry for entry in entries if entry.nbytes], None) as sources,
         telling(progress, os.path.basename(path), total) as advance,
@@ -153,6 +155,31 @@ def check_limit(what: str, nbytes: int, limit: int | None) -> None:
         raise ConfigError(f"memory_limit must be a number of bytes, not {limit!r}")
     if nbytes > limit:
         raise MemoryLimitError(what, nbytes, limit)
+
+
+def with_dtype_of_target(loader: Any, entry: ArrayEntry) -> ArrayEntry:
+    """Return an entry whose arrays the loader's target can have.
+
+    CuPy lacks the floats of a byte that ``ml_dtypes`` has. They come as unsigned integers of the
+    same size, as they do where ``ml_dtypes`` is not installed.
+
+    Raises
+    ------
+    DestinationError
+        CuPy has no arrays of this type: other byte orders, text, times.
+    """
+    if loader.target != "cuda":
+        return entry
+    try:
+        loader.empty(0, entry.dtype)
+    except ValueError as error:
+        if entry.dtype.type.__module__ == "ml_dtypes":
+            return replace(entry, dtype=np.dtype(f"u{entry.dtype.itemsize}"))
+        raise DestinationError(
+            f"{entry.path}: array {entry.name!r} is of dtype {entry.dtype}, and CuPy: {error}; "
+            "load it on the CPU target, or read its bytes"
+        ) from None
+    return entry
 
 
 def _array_for(empty: Any, entry: ArrayEntry) -> tuple[Any, Any]:

@@ -88,6 +88,7 @@ def _same_source(function: Function) -> Callable[..., Function]:
 
 
 COMPILED_SOURCES = (
+    "bench/crossings.py",
     "bench/silent_reader.py",
     "compiling.py",
     "layout.py",

@@ -173,7 +173,7 @@ class HostSide(Registry):
         dict of str to array
             NumPy arrays on the CPU target, CuPy arrays on CUDA. In the file's order, or that of
             `tensors`. Shapes and dtypes are the file's; elements smaller than a byte come as
-            bytes.
+            bytes, and types that CuPy lacks, 8-bit floats, as unsigned integers of their size.
 
         Raises
         ------
@@ -181,6 +181,8 @@ class HostSide(Registry):
             `device` is not where this loader can put arrays, or a limit is negative.
         MemoryLimitError
             The arrays take more than `memory_limit`. Nothing was opened or allocated.
+        DestinationError
+            CuPy has no arrays of such a type: other byte orders, text, times.
         KeyError
             The file has no array of a name.
         FormatError, OSError, ReadError and others

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from targets import everywhere, open_loader, run_in_the_simulator
 
 import gpuq
-from gpuq.arrays import check_limit
+from gpuq.arrays import check_limit, with_dtype_of_target
 from gpuq.compiling import SIMULATED
+from gpuq.formats import open_arrays
 from gpuq.layout import Status
 from gpuq.progress import telling
 
@@ -219,6 +220,49 @@ def test_a_cuda_loader_gives_arrays_of_its_own_gpu_only(
         for device in (None, "cuda", 0):
             with pytest.raises(gpuq.MemoryLimitError):
                 loader.load(index, device=device, memory_limit=1)
+
+
+@pytest.fixture
+def cuda_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[gpuq.Loader]:
+    """A CUDA loader over a CuPy that refuses the dtypes which CuPy 14 refuses."""
+    cuda = FakeCuda()
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        dtype = np.dtype(dtype)
+        known = dtype.kind in "biufc" or dtype.names or dtype.name == "bfloat16"
+        if not known or not dtype.isnative:
+            raise ValueError(f"Unsupported dtype {dtype}")
+        return cuda.array(np.empty(shape, dtype))
+
+    cuda.module.empty = empty  # type: ignore[attr-defined]
+    cuda.install(monkeypatch)
+    with gpuq.Loader(target="cuda", reader="threads", slots=8, staging_buffers=3) as made:
+        yield made
+
+
+def test_types_that_cupy_lacks_come_as_integers_of_their_size(
+    cuda_loader: gpuq.Loader, tmp_path: Path
+) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    tensors = {
+        name: (name, [2], bytes(2 * size))
+        for name, size in (("F32", 4), ("BF16", 2), ("F8_E4M3", 1), ("F8_E5M2", 1))
+    }
+    entries = open_arrays(write_safetensors(tmp_path / "m.safetensors", tensors))
+    assert entries["F8_E4M3"].dtype == ml_dtypes.float8_e4m3fn
+    dtypes = {name: with_dtype_of_target(cuda_loader, entries[name]).dtype for name in tensors}
+    assert dtypes == {
+        "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8,
+    }  # fmt: skip
+
+
+def test_types_that_no_integer_stands_for_are_refused_before_anything_is_opened(
+    cuda_loader: gpuq.Loader, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "words.npy", np.array([b"one", b"two"]))
+    with pytest.raises(gpuq.DestinationError, match=r"words\.npy: array 'words' is of dtype \|S3"):
+        cuda_loader.load(tmp_path / "words.npy")
+    assert open_sources(cuda_loader) == []
 
 
 # --- progress ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from gpuq.bench import fio, measuring
+from gpuq.bench import fio, measuring, streaming
 from gpuq.bench.cli import app
 from gpuq.bench.files import bench_file
 from gpuq.bench.measuring import Sample, Spread, interleave, ratios
@@ -100,6 +100,32 @@ def test_idle_reports_share_and_latencies(tmp_path: Path) -> None:
         assert is_spread(results[figure])
 
 
+def test_kernels_reports_every_way_beside_pull(tmp_path: Path) -> None:
+    document = bench(tmp_path, "kernels", *SMALL, "--rounds", "1", "--tile", str(100 << 10))
+    results = document["results"]
+    streams = [f"stream, {count} in flight" for count in (1, 2, 4, 8)]
+    assert list(results["ways"]) == ["pull", *streams, "no reads"]
+    assert results["tiles"] == 10
+    assert results["sum"] > 0
+    for way in results["ways"].values():
+        assert is_spread(way["mb_per_second"])
+        assert is_spread(way["ratio"])
+        assert way["samples"][0]["operations"] == 10
+
+
+def test_a_way_that_finds_another_sum_ends_the_benchmark(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(range(256)) * 64)
+    walking = streaming.Walking(path, 1 << 14, 1 << 12, arithmetic=1, direct="off")
+    walking.pull(0)
+    path.write_bytes(bytes(1 << 14))
+    with pytest.raises(streaming.WrongSumError):
+        walking.pull(1)
+    path.write_bytes(bytes(1 << 13))
+    with pytest.raises(BadStatusError, match="END_OF_FILE"):
+        walking.pull(2)
+
+
 def test_a_file_that_is_there_is_read_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "mine.bin"
     path.write_bytes(bytes(1 << 20))
@@ -122,6 +148,7 @@ def test_a_file_is_kept_if_asked_for(tmp_path: Path) -> None:
         (["io", "--directory", "absent"], "absent"),
         (["idle", "--reader", "carrier-pigeon"], "carrier-pigeon"),
         (["io", "--size", "1"], "--size"),
+        (["kernels", "--size", "2000000", "--tile", "5"], "a tile of 5 bytes"),
     ],
 )
 def test_what_a_user_gets_wrong_is_named(

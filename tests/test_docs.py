@@ -9,24 +9,44 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+
+
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES
-    for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
-    )
+    if page != TUTORIAL
+    for number, block in enumerate(blocks_of(page))
 ]
+
+
+def run(block, folder):
+    script = folder / "block.py"
+    script.write_text(block)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs_as_it_stands(block, tmp_path):
-    script = tmp_path / "block.py"
-    script.write_text(block)
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "False" not in done.stdout.splitlines()[0]
+    assert "False" not in run(block, tmp_path).splitlines()[0]
+
+
+def test_the_tutorials_blocks_run_one_after_the_other(tmp_path):
+    shown = [run(block, tmp_path) for block in blocks_of(TUTORIAL)]
+    assert len(shown) == 5
+    assert "False" not in "".join(shown)
+    assert shown[1].startswith("status: OK\n")
+    assert re.findall(r": ([A-Z_]+)$", shown[3], re.M) == [
+        "OK", "END_OF_FILE", "OUT_OF_BOUNDS", "BAD_SOURCE",
+    ]  # fmt: skip
 
 
 def test_readme_has_exactly_two_set_up_commands():

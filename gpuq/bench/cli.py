@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpuq.config import DIRECT_MODES, READERS
+from gpuq.config import DIRECT_MODES, READERS, LoaderConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,25 +53,43 @@ def _bench(
     json_file: Path | None,
     settings: dict[str, Any],
 ) -> Iterator[tuple[Path, int, list[Any]]]:
-    """Yield the file, its bytes, and a list to put the result in; then write the report.
+    """Yield the file, its bytes, and a list to put the result in; then write the report."""
+    from gpuq.bench.files import bench_file
+    from gpuq.bench.measuring import console
+
+    with (
+        _reporting(name, file.parent if file else directory, json_file, settings) as result,
+        bench_file(file, size, directory, keep=keep) as (path, nbytes),
+    ):
+        settings["bytes"] = nbytes
+        console.print(f"{path}, {nbytes / 2**20:,.0f} MiB")
+        yield path, nbytes, result
+
+
+@contextmanager
+def _reporting(
+    name: str, directory: Path, json_file: Path | None, settings: dict[str, Any]
+) -> Iterator[list[Any]]:
+    """Describe the machine, yield a list to put the result in, and write the report.
 
     What a user can cause ends as one line on standard error.
     """
-    from gpuq.bench.files import bench_file
     from gpuq.bench.fio import FioError
+    from gpuq.bench.load import WorkerError, WrongBytesError
     from gpuq.bench.machine import describe_machine
     from gpuq.bench.measuring import console, report, write_json
+    from gpuq.bench.page_cache import CacheStateError
     from gpuq.bench.reading import BadStatusError
     from gpuq.errors import GpuqError
 
+    theirs = (FioError, BadStatusError, WorkerError, WrongBytesError, CacheStateError)
     result: list[Any] = []
     try:
-        with bench_file(file, size, directory, keep=keep) as (path, nbytes):
-            machine = describe_machine(path.parent)
-            console.print(f"{machine}\n{path}, {nbytes / 2**20:,.0f} MiB")
-            yield path, nbytes, result
-        write_json(json_file, report(name, machine, settings | {"bytes": nbytes}, result[0]))
-    except (OSError, ValueError, GpuqError, FioError, BadStatusError) as error:
+        machine = describe_machine(directory)
+        console.print(str(machine))
+        yield result
+        write_json(json_file, report(name, machine, settings, result[0]))
+    except (OSError, ValueError, GpuqError, *theirs) as error:
         print(f"gpuq bench {name}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -239,3 +257,196 @@ def idle(
             )
         )
         bench.show(result[0])
+
+
+@app.command()
+def load(
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    rounds: Rounds = 5,
+    peers_python: Annotated[
+        str, typer.Option(help="The Python that has the peers' packages; this one by default.")
+    ] = sys.executable,
+    json_file: Json = None,
+) -> None:
+    """Load a .safetensors file into host arrays, beside what else loads one."""
+    from gpuq.bench import load as bench
+    from gpuq.bench.measuring import console
+
+    settings = {"bytes": size, "rounds": rounds, "peers_python": peers_python}
+    with _reporting("load", directory, json_file, settings) as result:
+        with console.status("making the file") as status:
+            result.append(
+                bench.measure(
+                    size,
+                    directory,
+                    peers_python=peers_python,
+                    rounds=rounds,
+                    keep=keep,
+                    watch=status.update,
+                )
+            )
+        bench.show(result[0])
+
+
+@app.command()
+def queue(
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of one sample.")] = 0.5,
+    rounds: Rounds = 7,
+    json_file: Json = None,
+) -> None:
+    """Cross the queue with nothing to read, beside a flag ping-pong and a well-known ring."""
+    from gpuq.bench import queue as bench
+
+    settings = {"seconds": seconds, "rounds": rounds}
+    with _reporting("queue", Path(), json_file, settings) as result:
+        result.append(bench.measure(seconds=seconds, rounds=rounds))
+        bench.show(result[0])
+
+
+@app.command()
+def fair(
+    file: File = None,
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    seconds: Seconds = 5.0,
+    rounds: Rounds = 5,
+    buffers: Annotated[
+        int, typer.Option(min=2, max=1 << 15, help="Staging buffers; fio's depth of large reads.")
+    ] = LoaderConfig.staging_buffers,
+    reader: Reader = "auto",
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Read 4 KiB blocks while the whole file is pulled, beside fio with the same two jobs."""
+    from gpuq.bench import fair as bench
+
+    settings = {
+        "seconds": seconds,
+        "rounds": rounds,
+        "buffers": buffers,
+        "reader": reader,
+        "direct": direct,
+    }
+    with _bench("fair", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
+        result.append(
+            bench.measure(
+                path,
+                nbytes,
+                reader=reader,
+                direct=direct,
+                buffers=buffers,
+                seconds=seconds,
+                rounds=rounds,
+            )
+        )
+        bench.show(result[0])
+
+
+@app.command()
+def cpu(
+    file: File = None,
+    size: Size = _GIB,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    seconds: Seconds = 2.0,
+    rounds: Rounds = 5,
+    reader: Reader = "auto",
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Count core-seconds for a GiB and for a million requests, beside fio."""
+    from gpuq.bench import cpu as bench
+
+    settings = {"seconds": seconds, "rounds": rounds, "reader": reader, "direct": direct}
+    with _bench("cpu", file, size, directory, keep, json_file, settings) as (path, nbytes, result):
+        result.append(
+            bench.measure(
+                path, nbytes, reader=reader, direct=direct, seconds=seconds, rounds=rounds
+            )
+        )
+        bench.show(result[0])
+
+
+@app.command()
+def kernels(
+    file: File = None,
+    size: Size = 1 << 28,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    rounds: Rounds = 7,
+    tile: Annotated[int, typer.Option(min=4, help="Bytes of a tile.")] = 256 << 10,
+    arithmetic: Annotated[int, typer.Option(min=0, help="Square roots for an element.")] = 4,
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Add up a file in a kernel: with pull one by one, and with tiles in flight."""
+    from gpuq.bench import streaming as bench
+
+    settings = {"rounds": rounds, "tile": tile, "arithmetic": arithmetic, "direct": direct}
+    with _bench("kernels", file, size, directory, keep, json_file, settings) as (
+        path,
+        nbytes,
+        result,
+    ):
+        result.append(
+            bench.measure(
+                path,
+                nbytes,
+                tile_bytes=tile,
+                arithmetic=arithmetic,
+                direct=direct,
+                rounds=rounds,
+            )
+        )
+        bench.show(result[0])
+
+
+def _changes(given: list[str]) -> dict[str, float]:
+    changes = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        try:
+            changes[name] = float(value)
+        except ValueError:
+            raise typer.BadParameter(f"{one!r} is not of the form NAME=NUMBER") from None
+    return changes
+
+
+@app.command()
+def scale(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Bytes of a request; may be repeated.")
+    ] = None,
+    drives: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated.")] = None,
+    requests: Annotated[int, typer.Option(min=10, help="Simulated for each case.")] = 4_000,
+    spread: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of times: 0 exact, 1 exponential.")
+    ] = 0.5,
+    seed: int = 1,
+    changed: Annotated[
+        list[str] | None, typer.Option("--input", help="NAME=VALUE, in the table's unit.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Model one GPU with several NVMe drives, and simulate the model; nothing is measured."""
+    from gpuq.bench import scaling as bench
+    from gpuq.bench.measuring import write_json
+
+    settings = {"requests": requests, "spread": spread, "seed": seed}
+    try:
+        result = bench.measure(
+            sizes=size or bench.SIZES,
+            drives=drives or bench.DRIVES,
+            changes=_changes(changed or []),
+            requests=requests,
+            spread=spread,
+            seed=seed,
+        )
+        bench.show(result)
+        write_json(json_file, {"bench": "scale", "settings": settings, "results": result})
+    except (OSError, ValueError) as error:
+        print(f"gpuq bench scale: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

@@ -7,11 +7,16 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpuq.kernels.queue import post_at, wait
+from gpuq.host.libc import sleep_ns
+from gpuq.kernels.queue import poll, post_at, pull, wait
+from gpuq.kernels.stream import stream_close, stream_next, stream_open
+from gpuq.layout import Status
 from gpuq.ordering import clock_ns
 
 ANY_NUMBER = (1 << 62) - 1
 FOREVER_NS = 1 << 61
+PENDING = int(Status.PENDING)
+_NAP_NS = 200_000
 
 
 @njit(nogil=True)
@@ -122,3 +127,113 @@ def be_busy(until_ns: Any) -> Any:
         for _ in range(1000):
             state = next_random(state)
     return state
+
+
+@njit(nogil=True)
+def time_pulls_until(
+    q: Any,
+    source: Any,
+    destination: Any,
+    block_bytes: Any,
+    blocks: Any,
+    seed: Any,
+    begin_ns: Any,
+    duration_ns: Any,
+    latencies_ns: Any,
+) -> Any:
+    """Pull random blocks one by one for a time, at least one; return (pulls, first bad status)."""
+    random = np.uint64(seed)
+    while clock_ns() < begin_ns:
+        pass
+    first = clock_ns()
+    done = 0
+    while done < len(latencies_ns):
+        random = next_random(random)
+        start = np.int64(random % np.uint64(blocks)) * block_bytes
+        began = clock_ns()
+        status = wait(q, post_at(q, source, destination, 0, start, start + block_bytes, done))
+        now = clock_ns()
+        latencies_ns[done] = now - began
+        done += 1
+        if status != 0:
+            return done, status
+        if now - first >= duration_ns:
+            break
+    return done, 0
+
+
+@njit(nogil=True)
+def pull_whole(
+    q: Any, source: Any, destination: Any, nbytes: Any, begin_ns: Any, duration_ns: Any
+) -> Any:
+    """Pull all in one request, at least once, for a time; return (times, nanoseconds, bad status).
+
+    Sleeps while it waits: the processor is left to what is measured beside it.
+    """
+    while clock_ns() < begin_ns:
+        sleep_ns(_NAP_NS)
+    began = clock_ns()
+    done = 0
+    while True:
+        ticket = post_at(q, source, destination, 0, 0, nbytes, done)
+        while poll(q, ticket) == PENDING:
+            sleep_ns(_NAP_NS)
+        status = wait(q, ticket)
+        if status != 0:
+            return done, clock_ns() - began, status
+        done += 1
+        if clock_ns() - began >= duration_ns:
+            return done, clock_ns() - began, 0
+
+
+@njit(nogil=True)
+def add_up(tile: Any, total: Any, arithmetic: Any) -> Any:
+    """Add the elements of a tile to a total, each after some rounds of arithmetic."""
+    for i in range(len(tile)):
+        value = np.float32(tile[i])
+        for _ in range(arithmetic):
+            value = np.sqrt(value + np.float32(1.0))
+        total += value
+    return total
+
+
+@njit(nogil=True)
+def add_up_pulled(
+    q: Any, source: Any, destination: Any, tile: Any, tiles: Any, arithmetic: Any
+) -> Any:
+    """Pull tile after tile into one array, and add each up; (status, total, nanoseconds)."""
+    began = clock_ns()
+    total = 0.0
+    status = 0
+    for number in range(tiles):
+        start = number * tile.nbytes
+        status = pull(q, source, destination, start, start + tile.nbytes, number)
+        if status != 0:
+            break
+        total = add_up(tile, total, arithmetic)
+    return status, total, clock_ns() - began
+
+
+@njit(nogil=True)
+def add_up_streamed(q: Any, stream: Any, tiles: Any, arithmetic: Any) -> Any:
+    """Add up the first tiles of a stream while the next arrive; (status, total, nanoseconds)."""
+    began = clock_ns()
+    total = 0.0
+    stream_open(q, stream, 0, 0, tiles * stream.tiles.shape[2])
+    while True:
+        status, _row, tile = stream_next(q, stream, 0)
+        if status != 0 or len(tile) == 0:
+            break
+        total = add_up(tile, total, arithmetic)
+    stream_close(q, stream, 0)
+    return status, total, clock_ns() - began
+
+
+@njit(nogil=True)
+def add_up_resident(tile: Any, tiles: Any, arithmetic: Any) -> Any:
+    """Add up one tile over and over, with nothing to wait for; (total, nanoseconds)."""
+    began = clock_ns()
+    total = 0.0
+    for _ in range(tiles):
+        total = add_up(tile, total, arithmetic)
+    return total, clock_ns() - began

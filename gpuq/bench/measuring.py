@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -76,13 +76,18 @@ Contestant = Callable[[int], Sample]
 """Runs once and says what it did; it is given the number of the round."""
 
 
-def interleave(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, list[Sample]]:
+Outcome = TypeVar("Outcome")
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[int], Outcome]], rounds: int
+) -> dict[str, list[Outcome]]:
     """Run all contestants in every round, in turned order from round to round: A B, B A, A B.
 
     What drifts (a host's cache, a disk's credit, a neighbour's load) then hits all of them alike,
     and the samples of one round can be compared pair by pair.
     """
-    samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+    samples: dict[str, list[Outcome]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
