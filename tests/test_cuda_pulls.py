@@ -57,6 +57,7 @@ def make_cuda_loader(
             "staging_buffers": BUFFERS,
             "staging_bytes": BUFFER,
             "reader_threads": 3,
+            "merge_bytes": 0,
         }
         device = RecordingDevice(driver)
         with monkeypatch.context() as patch:
@@ -166,6 +167,29 @@ def test_one_array_over_many_buffers_and_many_arrays_over_few(
     assert loader.statistics().staging_high_water == BUFFERS
     loader.close()
     assert driver.faults() == []
+
+
+@pytest.mark.parametrize("queries", [0, 40], ids=["at-once", "late"])
+def test_neighbours_are_copied_each_with_an_event_of_its_own(
+    mode, driver, make_cuda_loader, tmp_path, queries
+):
+    driver.delay(queries)
+    content = np.random.default_rng(10).integers(0, 256, 30_001, dtype=np.uint8)
+    path = tmp_path / "content"
+    content.tofile(path)
+    loader = make_cuda_loader(mode, merge_bytes=BUFFER)
+    source = loader.open(path)
+    array = guarded(len(content))
+    destination = loader.register(array)
+    order = np.random.default_rng(11).permutation(300)
+    slices = [(100 * int(i), 100 * int(i) + 100, 100 * int(i)) for i in order]
+    watch_slices(driver, loader, array.ctypes.data, slices, 0)
+    assert pull(loader, source, destination, slices) == [Status.OK] * 300
+    np.testing.assert_array_equal(array[:30_000], content[:30_000])
+    assert_guards(array)
+    assert driver.calls_of(MEMCPY_HTOD_ASYNC) == 300
+    loader.close()
+    assert driver.faults(may_share=True) == []
 
 
 def test_a_file_that_was_shortened_after_it_was_opened_has_nothing_copied(

@@ -143,6 +143,8 @@ def share(p: Any, lease: Any, result: Any) -> Any:
     leases[lease, NEXT_BORROWER] = -1
     if brings_all:
         return False
+    if result >= 0:
+        count(p, STATISTICS_SHORT_READS, 1)
     record = leases[lease]
     record[NEEDED] = record[SKIP] + record[WANTED]
     begin, most = record[SPAN_START], record[SPAN_BYTES]
