@@ -229,8 +229,8 @@ def cuda_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[gpuq.Loader]:
 
     def empty(shape: Any, dtype: Any) -> Any:
         dtype = np.dtype(dtype)
-        known = dtype.kind in "biufc" or dtype.names or dtype.name == "bfloat16"
-        if not known or not dtype.isnative:
+        is_numpys = dtype.type.__module__ == "numpy" and (dtype.kind in "biufc" or dtype.names)
+        if not (is_numpys or dtype.name == "bfloat16") or not dtype.isnative:
             raise ValueError(f"Unsupported dtype {dtype}")
         return cuda.array(np.empty(shape, dtype))
 
