@@ -14,6 +14,7 @@ import numpy as np
 from gpuq.errors import ConfigError, DestinationError, MemoryLimitError
 from gpuq.formats import ArrayEntry, ArrayFile, open_arrays
 from gpuq.handles import ArraySource, ArraySources, Source
+from gpuq.host.pages import bring_in
 from gpuq.progress import Progress, telling
 from gpuq.reading import reads_at_once, start_read
 
@@ -78,6 +79,9 @@ def _read_all(
                 settle()
             source = sources[entry.name].source
             outstanding.append((entry, start_read(loader, source, entry.start, entry.end, memory)))
+            if isinstance(memory, np.ndarray):
+                # While the read is under way: else the poller's copy waits for page after page.
+                bring_in(memory)
         while outstanding:
             settle()
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
@@ -62,3 +62,10 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", prose):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_every_file_that_contributors_are_sent_to_is_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:gpuq|tests|docs|\.ci)/[\w/.*]+)`", page)
+    assert len(named) > 15
+    assert not [name for name in named if not list(ROOT.glob(name))]

@@ -41,7 +41,7 @@ BELOW = {
     "targets": {"compiling", "errors", "host"},
     "registry": {"config", "errors", "handles", "host"},
     "kernel_side": {"errors", "handles", "host", "kernels", "launching", "layout", "registry"},
-    "arrays": {"errors", "formats", "handles", "progress", "reading"},
+    "arrays": {"errors", "formats", "handles", "host", "progress", "reading"},
     "host_side": {"arrays", "errors", "handles", "layout", "progress", "reading", "registry"},
     "loader": {
         "config", "errors", "handles", "host", "host_side", "kernel_side", "layout", "targets",
