@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from numba import config, njit
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.extending import overload as cpu_overload
+from wrapt import register_post_import_hook
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -65,11 +66,23 @@ def protocol_of_arrays(function: Function) -> Function:
     return function
 
 
-def _overload_for_cuda(function: Callable[..., Any]) -> None:
+def when_cuda(register: Callable[[], Any]) -> None:
+    """Call `register` once `numba.cuda` is imported, at once where it is; never in the simulator.
+
+    Who uses the CPU target alone need not wait for it: it takes half of the time that an import
+    takes. Whoever compiles a kernel for CUDA has imported it, and then all of this is known there.
+    """
     if not SIMULATED:
+        register_post_import_hook(lambda _module: register(), "numba.cuda")
+
+
+def _overload_for_cuda(function: Callable[..., Any]) -> None:
+    def register() -> None:
         from numba.cuda.extending import overload as cuda_overload
 
         cuda_overload(function, strict=False)(_same_source(function))
+
+    when_cuda(register)
 
 
 def inlined(function: Function) -> Function:

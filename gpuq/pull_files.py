@@ -441,8 +441,9 @@ def _launch(loader: Loader, slices: NDArray[np.int64]) -> tuple[NDArray[np.int64
         ready.pull_slices_on_cpu(loader.queue, 0, workers, device_slices, tickets, answers, window)
     else:
         # The simulator runs blocks one after another, so there its workers share one.
-        grid = (1, workers) if loader.target == "simulator" else (workers, 1)
-        ready.pull_slices_kernel[grid](loader.queue, device_slices, tickets, answers, window)
+        blocks, threads = (1, workers) if loader.target == "simulator" else (workers, 1)
+        arguments = (loader.queue, device_slices, tickets, answers, window)
+        loader.launch(ready.pull_share, blocks, *arguments, threads_per_block=threads)
         loader.synchronize()
     seconds = time.perf_counter() - begun
     return _on_host(answers), seconds

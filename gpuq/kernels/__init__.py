@@ -1,6 +1,8 @@
 """What runs inside a kernel."""
 
-from gpuq.compiling import SIMULATED
+import importlib
+
+from gpuq.compiling import when_cuda
 from gpuq.kernels.binding import bind
 from gpuq.kernels.cooperation import block_barrier, block_rank, block_size
 from gpuq.kernels.counters import (
@@ -37,8 +39,7 @@ from gpuq.kernels.scopes import (
 from gpuq.kernels.sharing import share
 from gpuq.kernels.stream import stream_close, stream_next, stream_open, stream_open_from
 
-if not SIMULATED:
-    import gpuq.kernels.lowering  # noqa: F401
+when_cuda(lambda: importlib.import_module("gpuq.kernels.lowering"))
 
 __all__ = [
     "bind",

@@ -1,7 +1,7 @@
 """Ready-made kernels: pull many slices, and work on a stream while its next tiles arrive.
 
 `pull_slices` is one body for all targets. A kernel of one's own may call it like the rest of
-`gpuq.kernels`; `pull_slices_on_cpu` and `pull_slices_kernel` are the body made ready to launch.
+`gpuq.kernels`; `pull_slices_on_cpu` and `pull_share` are the body made ready to launch.
 
 The others are bodies for `gpuq.Loader.launch`, and short enough to be copied and changed:
 
@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-
-from numba import cuda
 
 from gpuq.compiling import compiled, protocol
 from gpuq.kernels.cooperation import block_rank, block_size
@@ -132,13 +130,16 @@ pull_slices_on_cpu = compiled(pull_slices)
 """`pull_slices` for the CPU target: each worker is a call, in a thread of its own."""
 
 
-@cuda.jit
-def pull_slices_kernel(q: Any, slices: Any, tickets: Any, answers: Any, window: Any) -> None:
-    """Run `pull_slices` in each thread of a one-dimensional launch, on a GPU or in the simulator.
+def pull_share(
+    index: Any, size: Any, q: Any, slices: Any, tickets: Any, answers: Any, window: Any
+) -> None:
+    """Run `pull_slices` in each thread: a body for `gpuq.Loader.launch`.
 
     The simulator runs blocks one after another: give it one block.
     """
-    pull_slices(q, cuda.grid(1), cuda.gridsize(1), slices, tickets, answers, window)
+    threads = block_size()
+    worker = index * threads + block_rank()
+    pull_slices(q, worker, size * threads, slices, tickets, answers, window)
 
 
 def pull_request(index: Any, size: Any, q: Any, requests: Any, answers: Any) -> None:
