@@ -4,6 +4,7 @@
 kernels, `Status` in both.
 """
 
+from gpuq import trace as trace
 from gpuq.config import LoaderConfig
 from gpuq.errors import (
     ClosedError,
@@ -30,6 +31,7 @@ from gpuq.handles import (
     TileStream,
 )
 from gpuq.host.statistics import Statistics
+from gpuq.host.taken import Trace
 from gpuq.kernels import (
     bind,
     block_barrier,
@@ -104,6 +106,7 @@ __all__ = [
     "Table",
     "TargetUnavailableError",
     "TileStream",
+    "Trace",
     "__version__",
     "bind",
     "block_barrier",

@@ -12,6 +12,7 @@ from gpuq.handles import Destination, Source
 from gpuq.host.choice import keep_forever
 from gpuq.host.service import Service
 from gpuq.host.statistics import Statistics
+from gpuq.host.taken import Trace
 from gpuq.host_side import HostSide
 from gpuq.kernel_side import KernelSide
 from gpuq.layout import Queue, State
@@ -75,6 +76,25 @@ class Loader(KernelSide, HostSide):
     def statistics(self) -> Statistics:
         """Return a snapshot of what was done; works on a closed loader too."""
         return self._service.statistics()
+
+    def trace(self) -> Trace:
+        """Take the records of all requests that were answered since the last call.
+
+        Works on a closed loader too. Call it often enough: the loader keeps as many records as
+        its setting `trace` says, and what finds no room is counted and dropped.
+
+        Raises
+        ------
+        ConfigError
+            The loader keeps no trace.
+        """
+        if not self.config.trace:
+            raise ConfigError(
+                "this loader keeps no trace; say how many records it is to keep, as in "
+                "Loader(trace=100_000)"
+            )
+        with self._service.lock:
+            return self._take_trace()
 
     def check(self) -> None:
         """Raise if the loader cannot be used any more.

@@ -11,6 +11,7 @@ from gpuq.config import DIRECT_MODES, LoaderConfig
 from gpuq.errors import ConfigError, DestinationError, SourceError
 from gpuq.handles import Counter, Destination, Explanation, Source
 from gpuq.host.direct_file import open_file
+from gpuq.host.records import STATISTICS_TRACE_LOST
 from gpuq.host.service import Service
 from gpuq.host.tables import (
     ADDRESS,
@@ -27,6 +28,12 @@ from gpuq.host.tables import (
     MUST_BE_DIRECT,
     NBYTES,
 )
+from gpuq.host.taken import Trace
+from gpuq.host.tracing import take_records
+from gpuq.ordering import load_acquire
+
+_CLOSED_PATHS = 1 << 16
+"""Paths of closed sources that are kept for the trace, the newest ones."""
 
 
 class Registry:
@@ -41,6 +48,8 @@ class Registry:
         self._sources: dict[int, Source] = {}
         self._destinations: dict[int, Destination] = {}
         self._counters = 0
+        self._paths: dict[int, str] = {}
+        self._lost = 0
 
     # --- sources ---
 
@@ -114,6 +123,8 @@ class Registry:
             source = Source(self._service, file, handle, start, limit, name)
             self._prune()
             self._sources[handle] = source
+            if self.config.trace:
+                self._keep_path(source)
         return source
 
     def explain(self, source: Source) -> Explanation:
@@ -138,6 +149,29 @@ class Registry:
             reader_reason=self._service.choice.reason,
             target=self.target,
             target_reason=self.target_reason,
+        )
+
+    # --- the trace ---
+
+    def _keep_path(self, source: Source) -> None:
+        self._paths[source.handle] = source.path
+        if len(self._paths) > self.config.sources + _CLOSED_PATHS:
+            self._paths.pop(next(h for h in self._paths if h not in self._sources))
+
+    def _take_trace(self) -> Trace:
+        """Take what is in the ring; the service's lock is held."""
+        poller = self._service.poller
+        # Before the records, so that what is lost meanwhile is told with the next ones.
+        lost = int(load_acquire(poller.statistics, STATISTICS_TRACE_LOST))
+        records = take_records(poller)
+        lost, self._lost = lost - self._lost, lost
+        handles = np.unique(records["source"]).tolist()
+        return Trace(
+            records=records,
+            sources={handle: self._paths[handle] for handle in handles if handle in self._paths},
+            lost=lost,
+            target=self.target,
+            reader=self._service.choice.name,
         )
 
     # --- counters ---

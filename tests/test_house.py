@@ -39,7 +39,7 @@ BELOW = {
         "ordering",
     },
     "targets": {"compiling", "errors", "host"},
-    "registry": {"config", "errors", "handles", "host"},
+    "registry": {"config", "errors", "handles", "host", "ordering"},
     "kernel_side": {"errors", "handles", "host", "kernels", "launching", "layout", "registry"},
     "arrays": {"errors", "formats", "handles", "host", "progress", "reading"},
     "host_side": {"arrays", "errors", "handles", "layout", "progress", "reading", "registry"},

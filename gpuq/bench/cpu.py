@@ -154,19 +154,22 @@ def _rates(ours: Sequence[Cost], theirs: Sequence[Cost]) -> Spread | None:
 
 def show(results: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    rows = [
-        (
-            f"{one['workload']} {one['depth']}, per {'GiB' if one['unit'] == GIB else 'million'}",
-            one["host"].show(".2f"),
-            one["fio"].show(".2f") if one["fio"] else "–",
-            one["ratio"].show(".2f") if one["ratio"] else "–",
-            f"{one['ratio_with_kernel'].median:.2f}" if one["ratio_with_kernel"] else "–",
-            f"{one['rate_ratio'].median:.2f}" if one["rate_ratio"] else "–",
+    rows = []
+    for one in results:
+        is_gib = one["unit"] == GIB
+        form = ".2f" if is_gib else ".1f"
+        rows.append(
+            (
+                f"{'GiB' if is_gib else 'million'} ({one['workload']}, {one['depth']})",
+                one["host"].show(form),
+                one["fio"].show(form) if one["fio"] else "–",
+                one["ratio"].show(".1f") if one["ratio"] else "–",
+                f"{one['ratio_with_kernel'].median:.1f}" if one["ratio_with_kernel"] else "–",
+                f"{one['rate_ratio'].median:.2f}" if one["rate_ratio"] else "–",
+            )
         )
-        for one in results
-    ]
-    columns = ("", "gpuq's host side", "fio", "ratio", "with kernel", "rate")
-    table("Core-seconds, median (min–max); ratios gpuq / fio, pair by pair", columns, rows)
+    columns = ("core-seconds per", "gpuq's host side", "fio", "ratio", "+ kernel", "rate")
+    table("Processor time, median (min–max); ratios gpuq / fio, pair by pair", columns, rows)
     if results[0]["fio"] is None:
         console.print("fio is not installed: nothing to compare with.")
     others = Spread.of([one["others_cores"].median for one in results])

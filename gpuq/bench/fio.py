@@ -64,11 +64,13 @@ def run_jobs(
     *,
     direct: bool,
     seconds: float,
+    lead_in: float,
     number: int,
 ) -> dict[str, dict[str, Any]]:
     """Run several jobs at once over one file; return fio's own figures of each, by name.
 
-    Their ``lat_ns`` have percentiles, from submission to completion.
+    Their ``lat_ns`` have percentiles, from submission to completion. What they do in the first
+    `lead_in` seconds comes on top and is not counted.
 
     Raises
     ------
@@ -76,7 +78,8 @@ def run_jobs(
     """
     shared = _shared(path, nbytes, direct=direct, seconds=seconds, number=number)
     jobs = [option for name, work in works.items() for option in _job(name, work)]
-    command = [program, *shared, "--lat_percentiles=1", *jobs]
+    uncounted = f"--ramp_time={max(int(lead_in * 1000), 1)}ms"
+    command = [program, *shared, uncounted, "--lat_percentiles=1", *jobs]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     found = _jobs_in(ended.returncode, ended.stdout, ended.stderr)
     return {str(job["jobname"]): job for job in found}

@@ -47,7 +47,7 @@ INPUTS: dict[str, Input] = {
     "poll_ns": Input(1250, "ns", "assumed: the GPU loads a mapped word, there and back"),
     "poll_gap_ns": Input(200, "ns", "code: the longer pause of `relax` on a GPU"),
     "poll_link_bytes": Input(32, "B", "assumed: an answer of 8 bytes with its headers"),
-    "queue_ns": Input(500, "ns", "measured, at most: `gpuq bench queue`, silent, 512"),
+    "queue_ns": Input(200, "ns", "measured: `gpuq bench queue`, silent reader, 512"),
     "read_ns": Input(1500, "ns", "assumed: a direct read by io_uring, kernel time"),
     "copy_call_ns": Input(2500, "ns", "assumed: cuMemcpyHtoDAsync, cuEventRecord"),
     "copy_look_ns": Input(500, "ns", "assumed: cuEventQuery"),
@@ -384,7 +384,7 @@ def _row(
     path = path_of(case, v)
     bound = bound_of(path, case.servers)
     depth = depth_needed(bound)
-    seen = simulate(path, case.servers, depth, max(requests, 4 * depth), seed=seed, spread=spread)
+    seen = simulate(path, case.servers, depth, max(requests, 12 * depth), seed=seed, spread=spread)
     return {
         "case": vars(case),
         "bottleneck": bound.bottleneck,
