@@ -20,7 +20,7 @@ import numpy as np
 from gpuq.compiling import compiled
 from gpuq.errors import ClosedError, DestinationError, GpuqError, ReadError, SourceError
 from gpuq.handles import Destination, Source, unregister_all
-from gpuq.host.libc import sleep_ns
+from gpuq.host.libc import sleep_ns, sleep_precisely
 from gpuq.host.service import Service
 from gpuq.kernels.queue import poll
 from gpuq.kernels.ready import (
@@ -191,6 +191,7 @@ class HostReads:
 
     def _run(self) -> None:
         try:
+            sleep_precisely()
             while True:
                 heard = self._take_pending()
                 if heard is None:

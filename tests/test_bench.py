@@ -96,7 +96,8 @@ def test_start_compiles_all_with_a_cold_cache(tmp_path: Path) -> None:
 
 def test_idle_reports_share_and_latencies(tmp_path: Path) -> None:
     results = bench(tmp_path, "idle", *SMALL, *SHORT, "--rest", "0.05")["results"]
-    for figure in ("idle_share_percent", "busy_latency_us", "first_latency_us", "later_us"):
+    figures = ("idle_share_percent", "busy_latency_us", "first_latency_us", "later_us")
+    for figure in (*figures, "sleeping_share_percent", "plain_later_us"):
         assert is_spread(results[figure])
 
 

@@ -1,8 +1,16 @@
-"""``gpuq bench idle``: what an idle loader costs, and what its first request costs after that."""
+"""``gpuq bench idle``: what an idle loader costs, and what its first request costs after that.
+
+Beside it stand two floors of the machine: a thread that sleeps as an idle poller does and looks
+at nothing, and a plain `preadv` of the same file after the same rest.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import random
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from gpuq.bench.kernels import time_pulls
+from gpuq.bench.kernels import sleep_again_and_again, time_pulls
 from gpuq.bench.measuring import Meter, Spread, table
 from gpuq.bench.reading import BadStatusError, Reading, Work, reading
+from gpuq.host.libc import sleep_precisely
+from gpuq.host.poller import SLEEP_LONG_NS as SLEEP_NS
 from gpuq.layout import Status
 
 _WORK = Work(4 << 10, 1, in_order=False)
@@ -36,6 +46,46 @@ def _latencies_us(bound: Reading, pulls: int, seed: int) -> Any:
     return latencies_ns / 1000
 
 
+class PlainReads:
+    """Random reads of a file by `preadv`, with O_DIRECT where it can be had and was asked for."""
+
+    def __init__(self, path: Path, is_direct: bool) -> None:
+        self._file = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
+        self._blocks = os.fstat(self._file).st_size // _WORK.block_bytes
+        self._random = random.Random(1)
+        # A mapping of its own is aligned for O_DIRECT.
+        self._buffer = mmap.mmap(-1, _WORK.block_bytes)
+
+    def latency_us(self) -> float:
+        """Read one block; return how long that took."""
+        offset = self._random.randrange(self._blocks) * _WORK.block_bytes
+        begun = time.perf_counter_ns()
+        os.preadv(self._file, [self._buffer], offset)
+        return (time.perf_counter_ns() - begun) / 1000
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+        self._buffer.close()
+
+
+def _only_sleeping(seconds: float) -> float:
+    """Return the percentage of a core that a thread takes which sleeps as an idle poller does."""
+    shares = []
+
+    def sleep() -> None:
+        sleep_precisely()
+        begun = time.thread_time(), time.perf_counter()
+        sleep_again_and_again(SLEEP_NS, int(seconds * 1e9))
+        spent = time.thread_time() - begun[0], time.perf_counter() - begun[1]
+        shares.append(100 * spent[0] / spent[1])
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    thread.join()
+    return shares[0]
+
+
 def measure(
     path: Path,
     nbytes: int,
@@ -56,6 +106,8 @@ def measure(
         Rest before that.
     """
     busy, first, shares = [], [], []
+    sleeping, plain_later = [], []
+    sleep_again_and_again(SLEEP_NS, 0)
     with reading(path, nbytes, _WORK, reader=reader, direct=direct) as bound:
         _latencies_us(bound, 1, 1)
         for number in range(rounds):
@@ -65,7 +117,17 @@ def measure(
                 time.sleep(seconds)
             shares.append(100 * meter.cpu_seconds / meter.seconds)
             first.append(float(_latencies_us(bound, 1, 2 * number + 3)[0]))
+            is_direct = bound.loader.explain(bound.source).direct
+    plain = PlainReads(path, is_direct)
+    for _ in range(rounds):
+        soon = statistics.median(plain.latency_us() for _ in range(_BUSY_PULLS))
+        time.sleep(idle_seconds)
+        sleeping.append(_only_sleeping(seconds))
+        plain_later.append(plain.latency_us() - soon)
+    plain.close()
     return {
+        "sleeping_share_percent": Spread.of(sleeping),
+        "plain_later_us": Spread.of(plain_later),
         "idle_share_percent": Spread.of(shares),
         "busy_latency_us": Spread.of(busy),
         "first_latency_us": Spread.of(first),
@@ -81,5 +143,7 @@ def show(result: dict[str, Any]) -> None:
         ("latency of a busy loader's request, us", result["busy_latency_us"].show(".0f")),
         ("latency of the first request after idling, us", result["first_latency_us"].show(".0f")),
         ("later by, us", result["later_us"].show(".0f")),
+        ("a thread that only sleeps as often, %", result["sleeping_share_percent"].show(".2f")),
+        ("a plain read after the same rest, later by, us", result["plain_later_us"].show(".0f")),
     ]
     table("An idle loader", ("", "median (min–max)"), rows)

@@ -237,3 +237,11 @@ def add_up_resident(tile: Any, tiles: Any, arithmetic: Any) -> Any:
     for _ in range(tiles):
         total = add_up(tile, total, arithmetic)
     return total, clock_ns() - began
+
+
+@njit(nogil=True)
+def sleep_again_and_again(sleep: Any, duration_ns: Any) -> None:
+    """Sleep `sleep` nanoseconds at a time, as an idle poller does, and do nothing else."""
+    until = clock_ns() + duration_ns
+    while clock_ns() < until:
+        sleep_ns(sleep)

@@ -34,9 +34,11 @@ _CLOSED = int(State.CLOSED)
 _ABORTED = int(State.ABORTED)
 _YIELD_AFTER = 64
 _SLEEP_AFTER = 512
-_SLEEP_NS = 50_000
+_SLEEP_NS = 100_000
 _SLEEP_LONG_AFTER = 2_000
-_SLEEP_LONG_NS = 100_000
+SLEEP_LONG_NS = 200_000
+_SLEEP_LONGEST_AFTER = 300_000  # about a minute
+_SLEEP_LONGEST_NS = 1_000_000
 
 
 @compiled
@@ -69,8 +71,10 @@ def rest(p: Any, idle: Any) -> None:
         await_read(p.reader, _SLEEP_NS)
     elif idle < _SLEEP_LONG_AFTER:
         sleep_ns(_SLEEP_NS)
+    elif idle < _SLEEP_LONGEST_AFTER:
+        sleep_ns(SLEEP_LONG_NS)
     else:
-        sleep_ns(_SLEEP_LONG_NS)
+        sleep_ns(_SLEEP_LONGEST_NS)
 
 
 @compiled

@@ -22,6 +22,7 @@ from gpuq.host import records
 from gpuq.host.choice import choose_reader, keep_forever
 from gpuq.host.copier import describe_failure
 from gpuq.host.device import CpuDevice, Device, Region
+from gpuq.host.libc import sleep_precisely
 from gpuq.host.staging import make_staging
 from gpuq.host.statistics import Statistics, take_statistics
 from gpuq.host.tables import DESTINATION_WORDS, SOURCE_WORDS, CapabilityTable
@@ -72,6 +73,7 @@ class _Outcome:
 def _run(poller: records.Poller, device: Device, outcome: _Outcome) -> None:
     """Serve, and abort the queue whatever goes wrong; the body of the thread."""
     try:
+        sleep_precisely()
         device.enter_thread()
         number = serving.serve(poller)
         if number != 0:
