@@ -66,6 +66,7 @@ def test_load_reports_each_group(tmp_path: Path) -> None:
     size = ("--size", str(LEAST_BYTES), "--directory", str(tmp_path))
     results = bench(tmp_path, "load", *size, "--rounds", "1")
     assert [(group["mode"], group["state"]) for group in results["groups"]] == list(load.GROUPS)
+    assert results["need_a_gpu"] == list(load.NEED_A_GPU)
     for group in results["groups"]:
         assert {"gpuq"} < set(group["ways"])
         assert not set(group["ways"]) & set(results["missing"])

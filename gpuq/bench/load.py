@@ -36,6 +36,8 @@ OURS = "gpuq"
 GROUPS = (("direct", "cold"), ("buffered", "cold"), ("buffered", "cached"))
 OWN = ("gpuq", "np.fromfile", "preadv loop")
 """They run under gpuq's own Python; the others under the peers'."""
+NEED_A_GPU = ("fastsafetensors with GPUDirect Storage", "kvikio", "nvidia-dali")
+"""Loaders that cannot run on the CPU target, where this compares: named, not measured."""
 _TIMEOUT_SECONDS = 600
 
 
@@ -181,7 +183,12 @@ def measure(
             }
             contestants: dict[str, Contestant] = dict(ways)
             groups.append(_summarize(group, ways, interleave(contestants, rounds)))
-        return {"file_bytes": files.nbytes, "missing": missing, "groups": groups}
+        return {
+            "file_bytes": files.nbytes,
+            "missing": missing,
+            "need_a_gpu": NEED_A_GPU,
+            "groups": groups,
+        }
 
 
 def _summarize(
@@ -209,6 +216,7 @@ def show(result: dict[str, Any]) -> None:
     """Print a table for each group, the fastest first."""
     for name, why in result["missing"].items():
         console.print(f"{name} is not installed: {why}")
+    console.print(f"Not measured, for they need a GPU: {', '.join(result['need_a_gpu'])}.")
     for group in result["groups"]:
         ordered = sorted(
             group["ways"].items(), key=lambda item: -float(item[1]["mb_per_second"].median)
