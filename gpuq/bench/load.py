@@ -46,7 +46,7 @@ class WrongBytesError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """A contestant that is installed failed."""
+    """A process that loads, or looks for what can, failed."""
 
 
 def _command(contestant: str, peers_python: str) -> list[str]:
@@ -107,15 +107,24 @@ class _Files:
 
 
 class _Way:
-    """A contestant in one group; the arrays of its first sample are checked."""
+    """A contestant in one group; the arrays of its first sample are checked.
+
+    Attributes
+    ----------
+    failure : str
+        Why it cannot do this here; it is left out then. gpuq itself must not fail.
+    """
 
     def __init__(self, name: str, group: tuple[str, str], files: _Files, python: str) -> None:
         self.mode, self.state = group
         self.command = [*_command(name, python), f"{name} {self.mode}"]
         self.name, self.files = name, files
         self.cached_after: list[float] = []
+        self.failure = ""
 
     def __call__(self, number: int) -> Sample:
+        if self.failure:
+            return Sample(0, 0.0, 0.0)
         path = self.files.path
         (make_cold if self.state == "cold" else make_cached)(path)
         is_first = not self.cached_after
@@ -124,7 +133,10 @@ class _Way:
         try:
             answer = _run([*self.command, str(path), str(self.files.small), str(int(is_first))])
         except WorkerError as error:
-            raise WorkerError(f"{self.name}, {self.mode}: {error}") from None
+            if self.name == OURS:
+                raise WorkerError(f"{self.name}, {self.mode}: {error}") from None
+            self.failure = str(error)
+            return Sample(0, 0.0, 0.0)
         spent = cpu_seconds_of_all() - before - answer["all_cpu_seconds"]
         self.cached_after.append(cached_share(path))
         if is_first and answer["digest"] != self.files.digest:
@@ -162,7 +174,7 @@ def measure(
     Raises
     ------
     WorkerError
-        A contestant failed, or `peers_python` does not run.
+        gpuq failed, or `peers_python` does not run.
     WrongBytesError
     CacheStateError
         The file cannot be made cold, or cached, here.
@@ -197,6 +209,7 @@ def _summarize(
     """Return a group's figures: rates, gpuq's ratios to each, and what was cached after."""
     mine = [sample.rate for sample in samples[OURS]]
     figures = {}
+    samples = {name: theirs for name, theirs in samples.items() if not ways[name].failure}
     for name, theirs in samples.items():
         figures[name] = {
             "mb_per_second": Spread.of([sample.rate / 1e6 for sample in theirs]),
@@ -209,7 +222,13 @@ def _summarize(
         }
     mode, state = group
     others = [sample.others_cores for theirs in samples.values() for sample in theirs]
-    return {"mode": mode, "state": state, "ways": figures, "others_cores": Spread.of(others)}
+    return {
+        "mode": mode,
+        "state": state,
+        "ways": figures,
+        "failed": {name: way.failure for name, way in ways.items() if way.failure},
+        "others_cores": Spread.of(others),
+    }
 
 
 def show(result: dict[str, Any]) -> None:
@@ -236,4 +255,6 @@ def show(result: dict[str, Any]) -> None:
             ("", "MB/s (min–max)", "gpuq / it", "core-s per GiB", "cached after"),
             rows,
         )
+        for name, why in group["failed"].items():
+            console.print(f"{name} failed: {why}")
         console.print(f"Other processes kept {group['others_cores'].show('.1f')} cores busy.")
