@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +21,16 @@ import typer
 
 from gpuq.bench.cli import app as bench_app
 from gpuq.config import DIRECT_MODES, READERS, TARGETS, LoaderConfig
+from gpuq.ending import INTERRUPTED, Report, complain, describe, reporting, told_when_compiling
 from gpuq.errors import ConfigError, GpuqError
+from gpuq.trace.cli import trace as trace_command
 from gpuq.version import __version__
 
 if TYPE_CHECKING:
     from gpuq.formats import ArrayEntry, ArrayFile
+    from gpuq.host.taken import Trace
     from gpuq.loader import Loader
     from gpuq.pull_files import Progress, Pull
-
-INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 
 app = typer.Typer(
     add_completion=False,
@@ -39,6 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
+app.command(name="trace")(trace_command)
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def main() -> None:
     except (SystemExit, KeyboardInterrupt) as end:
         if isinstance(end, SystemExit) and end.code != INTERRUPTED:
             raise
-        _complain("interrupted")
+        complain("interrupted")
         sys.exit(INTERRUPTED)
 
 
@@ -127,6 +129,14 @@ def pull(
             show_default=False,
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OUT.npz",
+            help="Write what happened to each request here; see gpuq trace.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables, and nothing else.")
     ] = False,
@@ -141,7 +151,13 @@ def pull(
     others are pulled all the same. The exit code is 0 if every byte of every file was right, 1 if
     not, 130 after Ctrl-C.
     """
-    with _reporting(as_json) as report:
+    from gpuq.trace.recording import RECORDS, recorded
+
+    def tell(taken: Trace) -> None:
+        if not as_json:
+            print(f"trace of {len(taken):,} requests; to see it: gpuq trace {trace}")
+
+    with reporting(as_json) as report:
         config = _settings(
             target=target,
             reader=reader,
@@ -150,12 +166,13 @@ def pull(
             staging_buffers=staging_buffers,
             staging_bytes=staging_bytes,
             slice_bytes=slice_bytes,
+            trace=RECORDS if trace else None,
         )
         chosen = _choose(report, files, tensor or [])
         if chosen:
-            with _started(config) as loader:
+            with _started(config) as loader, recorded(loader, trace, tell) as take:
                 for path, found, entries in chosen:
-                    _pull_one(report, loader, path, found, entries, slice_bytes)
+                    _pull_one(report, loader, path, found, entries, slice_bytes, take)
 
 
 @app.command()
@@ -170,7 +187,7 @@ def demo(
     from gpuq.demo import write_demo_file
     from gpuq.pull_files import find_arrays
 
-    with _reporting(as_json=False) as report:
+    with reporting(as_json=False) as report:
         with (
             _started(_settings()) as loader,
             tempfile.TemporaryDirectory(prefix="gpuq-demo-") as folder,
@@ -212,8 +229,8 @@ def doctor(
     from gpuq.doctor.table import describe_findings, show_findings
     from gpuq.report import open_console
 
-    with _reporting(as_json=False) as report:
-        with _told_when_compiling():
+    with reporting(as_json=False) as report:
+        with told_when_compiling():
             findings = diagnose(paths or [])
         if as_json:
             print(json.dumps(describe_findings(findings), indent=2))
@@ -258,7 +275,7 @@ def race(
     """
     from gpuq.race.command import race_pools
 
-    with _reporting(as_json=False) as report, _told_when_compiling():
+    with reporting(as_json=False) as report, told_when_compiling():
         for fault in race_pools(trace, picture, watchdog, stuck, as_json):
             report.fail(fault)
 
@@ -293,85 +310,10 @@ def soak(
     """
     from gpuq.soak.command import soak_loaders
 
-    with _reporting(as_json=False) as report, _told_when_compiling():
+    with reporting(as_json=False) as report, told_when_compiling():
         fault = soak_loaders(seconds, seed, folder, as_json)
         if fault is not None:
             report.fail(fault)
-
-
-class _Report:
-    """What a command prints, and whether all went well."""
-
-    def __init__(self, as_json: bool) -> None:
-        self.is_right = True
-        self._as_json = as_json
-        self._files: list[dict[str, Any]] = []
-        self._error: str | None = None
-
-    def succeed(self, path: str, format_name: str, pull: Pull) -> None:
-        """Show one file."""
-        from gpuq.report import describe_pull, open_console, show_pull
-
-        self.is_right &= pull.ok
-        self._files.append(describe_pull(path, format_name, pull))
-        if not self._as_json:
-            show_pull(open_console(), path, format_name, pull)
-
-    def fail(self, message: str, path: str | None = None) -> None:
-        """Say what went wrong, in one line; `path` where it was one file that failed."""
-        from gpuq.report import describe_failure
-
-        self.is_right = False
-        _complain(message)
-        if path is None:
-            self._error = message
-        else:
-            self._files.append(describe_failure(path, message))
-
-    def tell_story(self, pull: Pull) -> None:
-        """Say in plain words what a successful demo did."""
-        from gpuq.report import open_console, tell_story
-
-        tell_story(open_console(), pull)
-
-    def finish(self) -> None:
-        """Print what can only be said in the end."""
-        if self._as_json:
-            document = {
-                "gpuq": __version__,
-                "ok": self.is_right,
-                "error": self._error,
-                "files": self._files,
-            }
-            print(json.dumps(document, indent=2))
-        elif len(self._files) > 1:
-            right = sum(file["ok"] for file in self._files)
-            print(f"{right} of {len(self._files)} files right")
-        sys.stdout.flush()
-
-
-@contextmanager
-def _reporting(as_json: bool) -> Iterator[_Report]:
-    """Turn what a user can cause into one line, and all into an exit code; bugs keep tracebacks."""
-    report = _Report(as_json)
-    try:
-        try:
-            yield report
-        except BrokenPipeError:
-            raise
-        except (GpuqError, OSError, MemoryError) as error:
-            report.fail(_describe(error))
-        report.finish()
-    except BrokenPipeError:
-        # Whoever read the output has gone, and wants no complaint; nor must the flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except OSError as error:
-        _complain(f"standard output: {error.strerror}")
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    raise typer.Exit(0 if report.is_right else 1)
 
 
 def _settings(slice_bytes: int | None = None, **settings: Any) -> LoaderConfig:
@@ -390,7 +332,7 @@ def _settings(slice_bytes: int | None = None, **settings: Any) -> LoaderConfig:
 
 
 def _choose(
-    report: _Report, paths: Sequence[str], names: Sequence[str]
+    report: Report, paths: Sequence[str], names: Sequence[str]
 ) -> list[tuple[str, ArrayFile, list[ArrayEntry]]]:
     """Find what is to be pulled of each file; complain about files and names that are not there."""
     from gpuq.pull_files import find_arrays
@@ -400,7 +342,7 @@ def _choose(
         try:
             found.append((path, find_arrays(path)))
         except (GpuqError, OSError) as error:
-            report.fail(_describe(error, path), path)
+            report.fail(describe(error, path), path)
     if not names:
         return [(path, arrays, list(arrays.values())) for path, arrays in found]
     known = list(dict.fromkeys(name for _, arrays in found for name in arrays))
@@ -426,21 +368,28 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def _pull_one(
-    report: _Report,
+    report: Report,
     loader: Loader,
     path: str,
     found: ArrayFile,
     entries: Sequence[ArrayEntry],
     slice_bytes: int | None,
+    take: Callable[[], None] = lambda: None,
 ) -> Pull | None:
-    """Pull one file and show it; a failure is its line."""
+    """Pull one file and show it; a failure is its line. `take` is called now and then."""
     from gpuq.pull_files import pull_arrays
 
     try:
-        with _progress_bar(sum(entry.nbytes for entry in entries)) as on_progress:
-            pulled = pull_arrays(loader, entries, slice_bytes=slice_bytes, on_progress=on_progress)
+        with _progress_bar(sum(entry.nbytes for entry in entries)) as draw:
+
+            def look(stage: str, done: int) -> None:
+                take()
+                if draw is not None:
+                    draw(stage, done)
+
+            pulled = pull_arrays(loader, entries, slice_bytes=slice_bytes, on_progress=look)
     except (GpuqError, OSError, MemoryError) as error:
-        report.fail(_describe(error, path), path)
+        report.fail(describe(error, path), path)
         return None
     report.succeed(path, found.format, pulled)
     return pulled
@@ -452,7 +401,7 @@ def _started(config: LoaderConfig) -> Iterator[Loader]:
     from gpuq.pull_files import prepare
 
     with ExitStack() as stack:
-        with _told_when_compiling(), _ending_at_ctrl_c():
+        with told_when_compiling(), _ending_at_ctrl_c():
             loader = stack.enter_context(_make_loader(config))
             prepare(loader)
         yield loader
@@ -474,26 +423,6 @@ def _make_loader(config: LoaderConfig) -> Loader:
 
 
 @contextmanager
-def _told_when_compiling() -> Iterator[None]:
-    """Say on standard error that code is compiled, when it is and not found in Numba's cache."""
-    from numba.core import event
-
-    class Notice(event.Listener):  # type: ignore[misc]
-        is_due = True
-
-        def on_start(self, _event: Any) -> None:
-            if self.is_due:
-                self.is_due = False
-                _complain("compiling for this machine, once; it takes about ten seconds ...")
-
-        def on_end(self, _event: Any) -> None:
-            pass
-
-    with event.install_listener("numba:compile", Notice()):
-        yield
-
-
-@contextmanager
 def _ending_at_ctrl_c() -> Iterator[None]:
     """Let Ctrl-C end the process on the spot.
 
@@ -502,7 +431,7 @@ def _ending_at_ctrl_c() -> Iterator[None]:
     """
 
     def end(_number: int, _frame: Any) -> None:
-        _complain("interrupted")
+        complain("interrupted")
         os._exit(INTERRUPTED)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -529,21 +458,3 @@ def _progress_bar(nbytes: int) -> Iterator[Progress | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks = {stage: progress.add_task(stage, total=nbytes) for stage in ("pull", "check")}
         yield lambda stage, done: progress.update(tasks[stage], completed=done)
-
-
-def _describe(error: BaseException, path: str | None = None) -> str:
-    """Say an error in one line that names the file."""
-    if isinstance(error, MemoryError):
-        text = "not enough memory for its arrays" if path else "not enough memory"
-    elif isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-        path = error.filename or path
-    else:
-        text = str(error)
-    return text if path is None or text.startswith(f"{path}:") else f"{path}: {text}"
-
-
-def _complain(message: str) -> None:
-    from gpuq.report import printable
-
-    print(f"gpuq: {printable(message)}", file=sys.stderr, flush=True)

@@ -101,6 +101,16 @@ def test_idle_reports_share_and_latencies(tmp_path: Path) -> None:
         assert is_spread(results[figure])
 
 
+def test_trace_reports_each_workload_with_and_without(tmp_path: Path) -> None:
+    results = bench(tmp_path, "trace", *SMALL, *SHORT)["results"]
+    names = ["4 KiB random, direct", "4 KiB random, page cache", "silent reader"]
+    assert [result["workload"] for result in results] == names
+    for result in results:
+        for figure in ("without", "with", "ratio", "added_ns"):
+            assert is_spread(result[figure])
+        assert set(result["samples"]) == {"with", "without"}
+
+
 def test_kernels_reports_every_way_beside_pull(tmp_path: Path) -> None:
     document = bench(tmp_path, "kernels", *SMALL, "--rounds", "1", "--tile", str(100 << 10))
     results = document["results"]

@@ -66,8 +66,10 @@ def test_load_reports_each_group(tmp_path: Path) -> None:
     size = ("--size", str(LEAST_BYTES), "--directory", str(tmp_path))
     results = bench(tmp_path, "load", *size, "--rounds", "1")
     assert [(group["mode"], group["state"]) for group in results["groups"]] == list(load.GROUPS)
+    assert results["need_a_gpu"] == list(load.NEED_A_GPU)
     for group in results["groups"]:
         assert {"gpuq"} < set(group["ways"])
+        assert not group["failed"]
         assert not set(group["ways"]) & set(results["missing"])
         for figures in group["ways"].values():
             assert is_spread(figures["mb_per_second"])
@@ -112,14 +114,19 @@ def test_wrong_arrays_end_the_benchmark(tmp_path: Path, monkeypatch: pytest.Monk
             way(0)
 
 
-def test_a_way_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_peer_that_fails_is_left_out_and_says_why(tmp_path: Path) -> None:
     with tensor_file(LEAST_BYTES, tmp_path) as path:
-        small = tmp_path / "small"
-        small.write_bytes(b"no safetensors file")
-        files = load._Files(path, small)
-        way = load._Way("preadv loop", ("direct", "cached"), files, sys.executable)
-        with pytest.raises(load.WorkerError, match="preadv loop, direct: it ended with 1: "):
-            way(0)
+        files, group = load._Files(path, tmp_path / "absent"), ("direct", "cached")
+        ways = {name: load._Way(name, group, files, sys.executable) for name in ("preadv loop",)}
+        samples = {name: [way(0), way(1)] for name, way in ways.items()}
+        with pytest.raises(load.WorkerError, match="gpuq, direct: it ended with 1: "):
+            load._Way("gpuq", group, files, sys.executable)(0)
+        files.small = files.path
+        ways["gpuq"] = load._Way("gpuq", group, files, sys.executable)
+        samples["gpuq"] = [ways["gpuq"](0), ways["gpuq"](1)]
+    summary = load._summarize(group, ways, samples)
+    assert set(summary["ways"]) == {"gpuq"}
+    assert "it ended with 1: " in summary["failed"]["preadv loop"]
 
 
 def test_the_tensor_file_is_one_of_a_model(tmp_path: Path) -> None:

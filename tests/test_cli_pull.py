@@ -21,7 +21,7 @@ from conftest import Mode, skip_where_refused
 from typer.testing import CliRunner
 
 import gpuq
-from gpuq import cli
+from gpuq import cli, ending
 
 SMALL = ["--target", "cpu", "--slots", "16", "--staging-buffers", "4", "--staging-bytes", "4096"]
 
@@ -223,10 +223,10 @@ def test_the_notice_comes_once_and_only_when_something_is_compiled(
 ) -> None:
     from numba.core import event
 
-    with cli._told_when_compiling():
+    with ending.told_when_compiling():
         pass
     assert capsys.readouterr().err == ""
-    with cli._told_when_compiling():
+    with ending.told_when_compiling():
         for _ in range(3):
             with event.trigger_event("numba:compile"):
                 pass

@@ -49,7 +49,7 @@ BELOW = {
 }  # fmt: skip
 
 LINES_MOST = 500
-LONGER = {"cli": 600}
+LONGER: dict[str, int] = {}
 """Modules that have outgrown their head; they may shrink, and no other may join them."""
 
 

@@ -450,3 +450,23 @@ def scale(
     except (OSError, ValueError) as error:
         print(f"gpuq bench scale: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def trace(
+    file: File = None,
+    size: Size = _GIB >> 2,
+    directory: Directory = Path(),
+    keep: Keep = False,
+    seconds: Seconds = 1.0,
+    rounds: Rounds = 7,
+    reader: Reader = "auto",
+    json_file: Json = None,
+) -> None:
+    """Read with a trace and without: what a record of each request costs."""
+    from gpuq.bench import tracing as bench
+
+    settings = {"seconds": seconds, "rounds": rounds, "reader": reader}
+    with _bench("trace", file, size, directory, keep, json_file, settings) as (path, n, result):
+        result.append(bench.measure(path, n, reader=reader, seconds=seconds, rounds=rounds))
+        bench.show(result[0])

@@ -36,6 +36,8 @@ OURS = "gpuq"
 GROUPS = (("direct", "cold"), ("buffered", "cold"), ("buffered", "cached"))
 OWN = ("gpuq", "np.fromfile", "preadv loop")
 """They run under gpuq's own Python; the others under the peers'."""
+NEED_A_GPU = ("fastsafetensors with GPUDirect Storage", "kvikio", "nvidia-dali")
+"""Loaders that cannot run on the CPU target, where this compares: named, not measured."""
 _TIMEOUT_SECONDS = 600
 
 
@@ -44,7 +46,7 @@ class WrongBytesError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """A contestant that is installed failed."""
+    """A process that loads, or looks for what can, failed."""
 
 
 def _command(contestant: str, peers_python: str) -> list[str]:
@@ -105,15 +107,24 @@ class _Files:
 
 
 class _Way:
-    """A contestant in one group; the arrays of its first sample are checked."""
+    """A contestant in one group; the arrays of its first sample are checked.
+
+    Attributes
+    ----------
+    failure : str
+        Why it cannot do this here; it is left out then. gpuq itself must not fail.
+    """
 
     def __init__(self, name: str, group: tuple[str, str], files: _Files, python: str) -> None:
         self.mode, self.state = group
         self.command = [*_command(name, python), f"{name} {self.mode}"]
         self.name, self.files = name, files
         self.cached_after: list[float] = []
+        self.failure = ""
 
     def __call__(self, number: int) -> Sample:
+        if self.failure:
+            return Sample(0, 0.0, 0.0)
         path = self.files.path
         (make_cold if self.state == "cold" else make_cached)(path)
         is_first = not self.cached_after
@@ -122,7 +133,10 @@ class _Way:
         try:
             answer = _run([*self.command, str(path), str(self.files.small), str(int(is_first))])
         except WorkerError as error:
-            raise WorkerError(f"{self.name}, {self.mode}: {error}") from None
+            if self.name == OURS:
+                raise WorkerError(f"{self.name}, {self.mode}: {error}") from None
+            self.failure = str(error)
+            return Sample(0, 0.0, 0.0)
         spent = cpu_seconds_of_all() - before - answer["all_cpu_seconds"]
         self.cached_after.append(cached_share(path))
         if is_first and answer["digest"] != self.files.digest:
@@ -160,7 +174,7 @@ def measure(
     Raises
     ------
     WorkerError
-        A contestant failed, or `peers_python` does not run.
+        gpuq failed, or `peers_python` does not run.
     WrongBytesError
     CacheStateError
         The file cannot be made cold, or cached, here.
@@ -181,7 +195,12 @@ def measure(
             }
             contestants: dict[str, Contestant] = dict(ways)
             groups.append(_summarize(group, ways, interleave(contestants, rounds)))
-        return {"file_bytes": files.nbytes, "missing": missing, "groups": groups}
+        return {
+            "file_bytes": files.nbytes,
+            "missing": missing,
+            "need_a_gpu": NEED_A_GPU,
+            "groups": groups,
+        }
 
 
 def _summarize(
@@ -190,6 +209,7 @@ def _summarize(
     """Return a group's figures: rates, gpuq's ratios to each, and what was cached after."""
     mine = [sample.rate for sample in samples[OURS]]
     figures = {}
+    samples = {name: theirs for name, theirs in samples.items() if not ways[name].failure}
     for name, theirs in samples.items():
         figures[name] = {
             "mb_per_second": Spread.of([sample.rate / 1e6 for sample in theirs]),
@@ -202,13 +222,20 @@ def _summarize(
         }
     mode, state = group
     others = [sample.others_cores for theirs in samples.values() for sample in theirs]
-    return {"mode": mode, "state": state, "ways": figures, "others_cores": Spread.of(others)}
+    return {
+        "mode": mode,
+        "state": state,
+        "ways": figures,
+        "failed": {name: way.failure for name, way in ways.items() if way.failure},
+        "others_cores": Spread.of(others),
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     """Print a table for each group, the fastest first."""
     for name, why in result["missing"].items():
         console.print(f"{name} is not installed: {why}")
+    console.print(f"Not measured, for they need a GPU: {', '.join(result['need_a_gpu'])}.")
     for group in result["groups"]:
         ordered = sorted(
             group["ways"].items(), key=lambda item: -float(item[1]["mb_per_second"].median)
@@ -228,4 +255,6 @@ def show(result: dict[str, Any]) -> None:
             ("", "MB/s (min–max)", "gpuq / it", "core-s per GiB", "cached after"),
             rows,
         )
+        for name, why in group["failed"].items():
+            console.print(f"{name} failed: {why}")
         console.print(f"Other processes kept {group['others_cores'].show('.1f')} cores busy.")

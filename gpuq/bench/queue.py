@@ -110,13 +110,13 @@ class _Pinned:
         self._thread = threading.Thread(target=run, name=f"gpuq-bench-{core}", daemon=True)
         self._thread.start()
 
-    def result(self) -> Any:
-        """Wait for its end; return what the function did or raise its error."""
-        self._thread.join(_JOIN_SECONDS)
+    def result(self, seconds: float = 0.0) -> Any:
+        """Wait for its end, about due in `seconds`; return what the function did or raise."""
+        self._thread.join(seconds + _JOIN_SECONDS)
         if self._error:
             raise self._error[0]
         if not self._outcome:
-            raise RuntimeError(f"a thread did not end within {_JOIN_SECONDS:.0f} s")
+            raise RuntimeError(f"a thread did not end within {seconds + _JOIN_SECONDS:.0f} s")
         return self._outcome[0]
 
 
@@ -133,8 +133,10 @@ def _partner(function: Callable[..., Any], *arguments: Any, core: int) -> Iterat
 
 
 @contextmanager
-def bare_queue(core: int) -> Iterator[tuple[Queue, int, int]]:
+def bare_queue(core: int, trace: int = 0) -> Iterator[tuple[Queue, int, int]]:
     """Yield a queue of a loader's default size, served on a core with a silent reader.
+
+    `trace` records are kept of its requests.
 
     Yields
     ------
@@ -177,7 +179,10 @@ def bare_queue(core: int) -> Iterator[tuple[Queue, int, int]]:
         staging=make_staging(config.staging_buffers, config.staging_bytes, memory.address),
         reader=make_silent_reader(config.staging_buffers),
         copier=device.copier(config.staging_buffers),
+        trace=trace,
     )
+    # Else its pages come in while requests are counted.
+    poller.trace.fill(0)
     serving.serve.compile((typeof(poller),))
     store_release(control, STATE, np.uint64(int(State.RUNNING)))
     thread = _Pinned(core, lambda: serving.serve(poller))
@@ -190,16 +195,16 @@ def bare_queue(core: int) -> Iterator[tuple[Queue, int, int]]:
         del room, memory
 
 
-def _sample(core: int, function: Callable[[], tuple[int, int]]) -> Sample:
+def _sample(core: int, function: Callable[[], tuple[int, int]], duration_ns: int) -> Sample:
     with Meter() as meter:
-        done, nanoseconds = _Pinned(core, function).result()
+        done, nanoseconds = _Pinned(core, function).result(duration_ns / 1e9)
     return Sample(done, nanoseconds / 1e9, meter.cpu_seconds, meter.others_cores)
 
 
 def _sample_ping_pong(cores: tuple[int, int], duration_ns: int) -> Sample:
     # The words that stop `pong` are those that it echoes in.
     with _partner(pong, core=cores[1]) as words:
-        return _sample(cores[0], lambda: ping(words, duration_ns))
+        return _sample(cores[0], lambda: ping(words, duration_ns), duration_ns)
 
 
 def _sample_ring(cores: tuple[int, int], depth: int, duration_ns: int) -> Sample:
@@ -212,12 +217,20 @@ def _sample_ring(cores: tuple[int, int], depth: int, duration_ns: int) -> Sample
         return done, nanoseconds
 
     with _partner(send_back, there, back, core=cores[1]):
-        return _sample(cores[0], run)
+        return _sample(cores[0], run, duration_ns)
 
 
-def _sample_queue(cores: tuple[int, int], nbytes: int, depth: int, duration_ns: int) -> Sample:
+def sample_bare_queue(
+    cores: tuple[int, int], nbytes: int, depth: int, duration_ns: int, trace: int = 0
+) -> Sample:
+    """Post to a bare queue from one core, served on the other.
+
+    Raises
+    ------
+    BadStatusError
+    """
     tickets = np.zeros(depth, dtype=np.int64)
-    with bare_queue(cores[1]) as (q, source, destination):
+    with bare_queue(cores[1], trace) as (q, source, destination):
 
         def run() -> tuple[int, int]:
             done, nanoseconds, bad = cross_queue(
@@ -227,7 +240,7 @@ def _sample_queue(cores: tuple[int, int], nbytes: int, depth: int, duration_ns: 
                 raise BadStatusError(f"a request ended with {Status(bad).name}")
             return done, nanoseconds
 
-        return _sample(cores[0], run)
+        return _sample(cores[0], run, duration_ns)
 
 
 def _contestants(cores: tuple[int, int], duration_ns: int) -> dict[str, Contestant]:
@@ -246,7 +259,7 @@ def _ring(cores: tuple[int, int], depth: int, duration_ns: int) -> Contestant:
 
 
 def _queue(cores: tuple[int, int], nbytes: int, depth: int, duration_ns: int) -> Contestant:
-    return lambda number: _sample_queue(cores, nbytes, depth, duration_ns)
+    return lambda number: sample_bare_queue(cores, nbytes, depth, duration_ns)
 
 
 def _name(contestant: str, depth: int) -> str:
