@@ -67,7 +67,7 @@ _OK = int(Status.OK)
 # Passes of the poller that a lost submission is left standing for. Turns of the attacker's own loop
 # would be time, and then a poller without a core is given nothing that it can judge.
 _PATIENCE = 50
-_YIELD = 1 << 20
+_YIELD = 1000
 
 # Columns of what `attack` and the honest kernel count.
 WRITTEN, IN_TURN, REWRITTEN, FORBIDDEN = range(4)

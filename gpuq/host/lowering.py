@@ -23,7 +23,11 @@ _PAUSE = {"x86_64": "pause", "AMD64": "pause", "aarch64": "isb", "arm64": "isb"}
 # The pause instruction is inline assembly, for which Numba sets up no parser.
 binding.initialize_native_asmparser()
 _CLOCK_MONOTONIC = 1
+# A wait of some milliseconds is no wait for a small read, and a core is worth more than the
+# microseconds by which a sleeper is late.
 _SPINS_BEFORE_YIELD = 64
+_SPINS_BEFORE_SLEEP = 4096
+_SLEEP_US = 20
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -119,6 +123,7 @@ def _monotonic_ns(typing_context: Any) -> Any:
 
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 @overload(ordering.as_word, strict=False)
@@ -180,8 +185,10 @@ def _(spins: Any) -> Any:
     def relax(spins: Any) -> None:
         if spins < _SPINS_BEFORE_YIELD:
             _pause()
-        else:
+        elif spins < _SPINS_BEFORE_SLEEP:
             _sched_yield()
+        else:
+            _usleep(_SLEEP_US)
 
     return relax
 
