@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from gpuq.errors import ConfigError, DestinationError, MemoryLimitError
 from gpuq.formats import ArrayEntry, ArrayFile, open_arrays
 from gpuq.handles import ArraySource, ArraySources, Source
-from gpuq.host.pages import bring_in
+from gpuq.host.pages import bring_in, placed_empty
 from gpuq.progress import Progress, telling
 from gpuq.reading import reads_at_once, start_read
 
@@ -62,7 +63,7 @@ def _read_all(
     arrays: dict[str, Any] = {}
     outstanding: deque[tuple[ArrayEntry, Future[Any]]] = deque()
     most = reads_at_once(loader, _LOADED_AT_ONCE)
-    empty = np.empty if is_on_host else loader.empty
+    is_placed = is_on_host or loader.target == "cpu"
 
     def settle() -> None:
         entry, future = outstanding[0]
@@ -72,6 +73,7 @@ def _read_all(
 
     try:
         for entry in entries:
+            empty = partial(placed_empty, file_offset=entry.start) if is_placed else loader.empty
             arrays[entry.name], memory = _array_for(empty, entry)
             if entry.nbytes == 0:
                 continue

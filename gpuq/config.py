@@ -40,6 +40,9 @@ class LoaderConfig:
         Bytes of one staging buffer, the most that one read brings; a multiple of 4096.
     merge_bytes : int
         The most bytes that are read at once for neighbouring requests; 0: each is read alone.
+    straight_bytes : int
+        The least that is read straight into a destination in host memory, where file offset and
+        address have the same place in a block; 0: everything is staged.
     sources, destinations : int
         How many may be open at once.
     counters : int
@@ -64,6 +67,7 @@ class LoaderConfig:
     staging_buffers: int = 128
     staging_bytes: int = 512 << 10
     merge_bytes: int = 64 << 10
+    straight_bytes: int = 64 << 10
     sources: int = 1024
     destinations: int = 4096
     counters: int = 1024
@@ -79,6 +83,7 @@ class LoaderConfig:
         self._between("staging_buffers", 1, 1 << 15)
         self._between("staging_bytes", _PAGE, 1 << 30)
         self._between("merge_bytes", 0, 1 << 30)
+        self._between("straight_bytes", 0, 1 << 62)
         self._between("sources", 1, 1 << 20)
         self._between("destinations", 1, 1 << 20)
         self._between("counters", 1, 1 << 16)

@@ -140,8 +140,8 @@ def make_scripted(
         monkeypatch.setattr(
             CpuDevice, "copier", lambda self, leases: copiers.make_scripted_copier(leases, copies)
         )
-        # A script goes by the number of a read, so each request has reads of its own.
-        loader = make_loader(**{"merge_bytes": 0} | given)
+        # A script goes by the number of a read: each request has reads of its own, all staged.
+        loader = make_loader(**{"merge_bytes": 0, "straight_bytes": 0} | given)
         made.append(reader)
         return loader, reader
 

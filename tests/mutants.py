@@ -321,6 +321,40 @@ MUTANTS = (
         ),
     ),
     _mutant(
+        "a piece that goes straight ends behind its request",
+        "straight",
+        ("direct_file.straight_bytes", "inner -= inner % alignment", "inner += inner % alignment"),
+    ),
+    _mutant(
+        "a piece goes straight to an address in another place of a block",
+        "straight",
+        (
+            "direct_file.straight_bytes",
+            " or (address + edge) % alignment != 0",
+            "",
+        ),
+        ("direct_file.straight_bytes", "return -edge if edge > 0 else", "return"),
+    ),
+    _mutant(
+        "a piece that goes straight is taken for done at the first read",
+        "straight",
+        (
+            "arrival.arrive",
+            "if verdict == ENOUGH:",
+            "if verdict == ENOUGH or record[IS_STRAIGHT] == 1:",
+        ),
+    ),
+    _mutant(
+        "a destination is let go while a read goes straight to it",
+        "straight, destination let go",
+        ("admission.examine", "add_in_flight(p.destinations, destination_base, 1)", "pass"),
+        (
+            "completion.complete",
+            "add_in_flight(p.destinations, request[DESTINATION_BASE], -1)",
+            "pass",
+        ),
+    ),
+    _mutant(
         "a copy whose end nobody can see counts as failed",
         "copies that are lost",
         ("copying.end_copy", "elif outcome == COPY_UNCERTAIN:", "elif False:"),

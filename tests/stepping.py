@@ -107,6 +107,7 @@ class Stepper:
         proven: bool = False,
         alignment: int = ALIGNMENT,
         merge_bytes: int = 0,
+        straight_bytes: int = 0,
         trace: int = 0,
     ) -> None:
         self.data = np.ascontiguousarray(data, dtype=np.uint8)
@@ -130,6 +131,7 @@ class Stepper:
             reader=self.reader,
             copier=self.copier,
             merge_bytes=merge_bytes,
+            straight_bytes=straight_bytes,
             trace=trace,
         )
         # Where the size is asked for, a real file must stand behind the buffered descriptor.

@@ -51,7 +51,9 @@ class Reading:
         self.work = work
         self.loader = loader
         self.source = loader.open(path, direct=direct)
-        self.destination = loader.register(np.zeros(work.block_bytes * work.depth, dtype=np.uint8))
+        array = loader.empty(work.block_bytes * work.depth)
+        array[:] = 0  # its pages are there
+        self.destination = loader.register(array)
         self.blocks = nbytes // work.block_bytes
         self.tickets = np.zeros(work.depth, dtype=np.int64)
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from gpuq.compiling import inlined
 from gpuq.host.completion import complete
-from gpuq.host.direct_file import span_start
+from gpuq.host.copier import HOST_MEMORY
+from gpuq.host.direct_file import span_start, straight_bytes
 from gpuq.host.issuing import enqueue
 from gpuq.host.libc import cached_size_of, size_of
 from gpuq.host.records import (
@@ -30,6 +31,7 @@ from gpuq.host.records import (
     FINISH,
     HEAD,
     IS_SEALED,
+    MAY_GO_STRAIGHT,
     NEXT,
     PIECES,
     QUEUED,
@@ -47,6 +49,7 @@ from gpuq.host.tables import (
     ADDRESS,
     BUFFERED_DESCRIPTOR,
     DESTINATION_WORDS,
+    KIND,
     LIMIT_END,
     LIMIT_START,
     NBYTES,
@@ -194,6 +197,7 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     if room < 0 or offset > room:
         return _OUT_OF_BOUNDS
 
+    request[MAY_GO_STRAIGHT] = 0
     request[BEGIN] = start
     request[FINISH] = end
     request[NEXT] = start
@@ -202,8 +206,17 @@ def examine(p: Any, request: Any, base: Any) -> Any:
         return _OK
     alignment, _ = access(p, source_base)
     begin = span_start(start, alignment)
-    if end - begin > p.staging.buffer_bytes:
-        # More than one piece: nothing must be copied where the end is missing already.
+    may_go_straight = p.straight_bytes > 0 and (
+        p.destinations[destination_base + KIND] == HOST_MEMORY
+        and straight_bytes(
+            start, end, request[TARGET_ADDRESS], alignment, p.straight_bytes, p.straight_bytes
+        )
+        != 0
+    )
+    request[MAY_GO_STRAIGHT] = 1 if may_go_straight else 0
+    if may_go_straight or end - begin > p.staging.buffer_bytes:
+        # More than one piece, or none that is judged before it is in the destination: nothing
+        # must be written there where the end is missing already.
         # What the system remembers is asked first, which never waits for a server.
         size = cached_size_of(p.sources[source_base + BUFFERED_DESCRIPTOR])
         if size < end:

@@ -13,10 +13,12 @@ from gpuq.host.records import (
     FAILURE,
     STATISTICS_BYTES,
     STATISTICS_QUARANTINED,
+    STATISTICS_STRAIGHT,
     count,
     end_queue,
 )
 from gpuq.host.staging import (
+    IS_STRAIGHT,
     LEASE_SLOT,
     TO,
     TO_KIND,
@@ -35,9 +37,13 @@ _EIO = errno.EIO
 
 @inlined
 def copy_piece(p: Any, lease: Any) -> None:
-    """Start the copy of a piece whose bytes are all there."""
-    begin_copy(p.staging, lease)
+    """Start the copy of a piece whose bytes are all there; one that went straight needs none."""
     record = p.staging.leases[lease]
+    if record[IS_STRAIGHT] == 1:
+        count(p, STATISTICS_STRAIGHT, record[WANTED])
+        end_copy(p, lease, COPY_DONE)
+        return
+    begin_copy(p.staging, lease)
     trace_copy(p, p.requests[record[LEASE_SLOT]])
     origin = wanted_address(p.staging, lease)
     outcome = start_copy(p.copier, lease, record[TO_KIND], record[TO], origin, record[WANTED])

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpuq.errors import DestinationError
 from gpuq.host.copier import HOST_MEMORY, MemcpyCopier
 from gpuq.host.direct_file import MEMORY_ALIGNMENT
+from gpuq.host.pages import placed_empty
 
 # A forked child gets a copy, and cannot post to its parent's queue.
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -145,8 +146,8 @@ class CpuDevice:
         return Region(array.ctypes.data, array.nbytes, array)
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return a NumPy array."""
-        return np.empty(shape, dtype)
+        """Return a NumPy array; a large one begins with a page."""
+        return placed_empty(shape, dtype)
 
     def filled(self, shape: Any, dtype: Any, value: int) -> Any:
         """Return a NumPy array; as a part of a tuple the simulator shares it too."""

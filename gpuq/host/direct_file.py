@@ -54,6 +54,23 @@ def span_bytes(start: Any, end: Any, alignment: Any, most: Any) -> Any:
 
 
 @inlined
+def straight_bytes(
+    start: Any, end: Any, address: Any, alignment: Any, least: Any, most: Any
+) -> Any:
+    """Return how many bytes from `start` on can be read to `address` and need no buffer.
+
+    Whole blocks, at least `least` of them in all up to `end`, at most `most` at once. 0 where
+    none can; less than 0 where so many come before the first of them.
+    """
+    edge = (alignment - start % alignment) % alignment
+    inner = end - start - edge
+    inner -= inner % alignment
+    if inner < least or inner <= 0 or (address + edge) % alignment != 0:
+        return 0
+    return -edge if edge > 0 else min(inner, most)
+
+
+@inlined
 def judge_read(resumed: Any, got: Any, filled: Any, needed: Any) -> Any:
     """Say what a read of `got` bytes that began at `resumed` of its span means.
 

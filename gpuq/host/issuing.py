@@ -6,13 +6,14 @@ from typing import Any
 
 from gpuq.compiling import inlined
 from gpuq.host.completion import complete_if_over
-from gpuq.host.direct_file import span_bytes, span_start
+from gpuq.host.direct_file import span_bytes, span_start, straight_bytes
 from gpuq.host.reader import flush_reads, submit_read
 from gpuq.host.records import (
     BEGIN,
     DESTINATION_BASE,
     FAILURE,
     FINISH,
+    MAY_GO_STRAIGHT,
     NEXT,
     PIECES,
     QUEUE_COUNT,
@@ -32,6 +33,8 @@ from gpuq.host.staging import (
     DESCRIPTOR,
     FILLED,
     INTERRUPTIONS,
+    INTO,
+    IS_STRAIGHT,
     LEASE_ALIGNMENT,
     LEASE_IS_DIRECT,
     LEASE_SLOT,
@@ -109,9 +112,9 @@ def hand_over(p: Any) -> None:
 @inlined
 def issue_piece(p: Any, slot: Any, lease: Any) -> None:
     """Read the next piece of a request into a lease's buffer, and what neighbours want with it."""
-    assign_piece(p, slot, lease)
-    request = p.requests[slot]
-    if p.staging.leases[lease, WANTED] == request[FINISH] - request[BEGIN]:
+    request, record = p.requests[slot], p.staging.leases[lease]
+    assign_piece(p, slot, lease, straight_from(p, request))
+    if record[IS_STRAIGHT] == 0 and record[WANTED] == request[FINISH] - request[BEGIN]:
         join_neighbours(p, lease)
     read_from(p, lease, 0)
 
@@ -140,7 +143,7 @@ def join_neighbours(p: Any, lease: Any) -> None:
         borrower = take(p.staging)
         if borrower < 0:
             return
-        assign_piece(p, slot, borrower)
+        assign_piece(p, slot, borrower, 0)
         borrow(p.staging, borrower, lease)
         joined = p.staging.leases[borrower]
         ahead = joined[SPAN_START] - record[SPAN_START]
@@ -182,15 +185,37 @@ def take_out(p: Any, place: Any) -> None:
 
 
 @inlined
-def assign_piece(p: Any, slot: Any, lease: Any) -> None:
-    """Write the next piece of a request into a lease's record."""
+def straight_from(p: Any, request: Any) -> Any:
+    """Return how many bytes of a request, from NEXT on, are read straight into the destination.
+
+    0: what is left is staged; less than 0: so many bytes are staged before some go straight.
+    Only whole blocks go straight, so no byte beside the request's own is ever written.
+    """
+    if request[MAY_GO_STRAIGHT] == 0:
+        return 0
+    alignment, _ = access(p, request[SOURCE_BASE])
+    return straight_bytes(
+        request[NEXT],
+        request[FINISH],
+        request[TARGET_ADDRESS] + request[NEXT] - request[BEGIN],
+        alignment,
+        p.straight_bytes,
+        p.staging.buffer_bytes,
+    )
+
+
+@inlined
+def assign_piece(p: Any, slot: Any, lease: Any, straight: Any) -> None:
+    """Write the next piece of a request, as `straight_from` says, into a lease's record."""
     request = p.requests[slot]
     source_base = request[SOURCE_BASE]
     alignment, descriptor = access(p, source_base)
     start = request[NEXT]
     begin = span_start(start, alignment)
-    length = span_bytes(start, request[FINISH], alignment, p.staging.buffer_bytes)
-    stop = min(begin + length, request[FINISH])
+    # Before a piece that goes straight, a staged one ends at the next block.
+    finish = request[FINISH] if straight == 0 else start + abs(straight)
+    length = span_bytes(start, finish, alignment, p.staging.buffer_bytes)
+    stop = min(begin + length, finish)
 
     record = p.staging.leases[lease]
     record[LEASE_SLOT] = slot
@@ -205,6 +230,8 @@ def assign_piece(p: Any, slot: Any, lease: Any) -> None:
     record[FILLED] = 0
     record[INTERRUPTIONS] = 0
     record[TO] = request[TARGET_ADDRESS] + (start - request[BEGIN])
+    record[IS_STRAIGHT] = 1 if straight > 0 else 0
+    record[INTO] = record[TO] if straight > 0 else buffer_address(p.staging, lease)
     record[TO_KIND] = p.destinations[request[DESTINATION_BASE] + KIND]
     request[NEXT] = stop
     request[PIECES] += 1
@@ -221,7 +248,7 @@ def read_from(p: Any, lease: Any, resumed: Any) -> None:
         lease,
         record[DESCRIPTOR],
         record[SPAN_START] + resumed,
-        buffer_address(p.staging, lease) + resumed,
+        record[INTO] + resumed,
         record[SPAN_BYTES] - resumed,
     )
     p.cursor[READS] += 1

@@ -1,4 +1,7 @@
-"""Pages of an array brought in before it is written to.
+"""Where an array lies in its pages, and that these are there before it is written to.
+
+A file is read straight to an array, without a staging buffer, where a byte's place in a block of
+the file is its place in a page.
 
 Memory that was just allocated has no pages yet: each first write to one costs a fault, and the
 system clears a page. In the poller's thread that is time in which no read is answered and none
@@ -8,13 +11,35 @@ issued, and more of it than the copy takes.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from typing import Any
+
+import numpy as np
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls hold no interpreter lock
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+_LEAST_PLACED = 64 << 10
+
+
+def placed_empty(shape: Any, dtype: Any, file_offset: int = 0) -> Any:
+    """Return an uninitialized NumPy array that lies in its pages as in a file at an offset.
+
+    Small ones lie where NumPy puts them, and so does one whose elements do not stand in the file
+    as the processor wants them.
+    """
+    kind = np.dtype(dtype)
+    nbytes = kind.itemsize * math.prod(shape if isinstance(shape, tuple) else (shape,))
+    place = file_offset % mmap.PAGESIZE
+    if nbytes < _LEAST_PLACED or kind.hasobject or place % kind.alignment:
+        return np.empty(shape, kind)
+    memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    skip = (place - memory.ctypes.data) % mmap.PAGESIZE
+    return memory[skip : skip + nbytes].view(kind).reshape(shape)
 
 
 def bring_in(array: Any) -> int:

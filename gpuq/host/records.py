@@ -37,7 +37,8 @@ LAST_READ_NS = 20
 COPY_NS = 21
 READ_COUNT = 22
 PATH = 23
-REQUEST_WORDS = 24
+MAY_GO_STRAIGHT = 24  # 1: some of it may be read straight into the destination
+REQUEST_WORDS = 32
 
 TRACE_WORDS = 16
 
@@ -66,7 +67,8 @@ STATISTICS_OUTSTANDING = STATUS_COUNT + 8
 STATISTICS_MERGED = STATUS_COUNT + 9
 STATISTICS_TRACED = STATUS_COUNT + 10
 STATISTICS_TRACE_LOST = STATUS_COUNT + 11
-STATISTICS_WORDS = STATUS_COUNT + 12
+STATISTICS_STRAIGHT = STATUS_COUNT + 12
+STATISTICS_WORDS = STATUS_COUNT + 13
 
 
 class Poller(NamedTuple):
@@ -98,6 +100,8 @@ class Poller(NamedTuple):
     capacity : int
     merge_bytes : int
         The most that neighbouring requests are read in together.
+    straight_bytes : int
+        The least that is read straight into host memory; 0: everything is staged.
     staging : Staging
     reader, copier : NamedTuple
         Implementations of the contracts in `gpuq.host.reader` and `gpuq.host.copier`.
@@ -119,6 +123,7 @@ class Poller(NamedTuple):
     cursor: Any
     capacity: int
     merge_bytes: int
+    straight_bytes: int
     staging: Staging
     reader: Any
     copier: Any
@@ -138,6 +143,7 @@ def make_poller(
     copier: Any,
     shown: Any = None,
     merge_bytes: int = 0,
+    straight_bytes: int = 0,
     trace: int = 0,
 ) -> Poller:
     """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier.
@@ -161,6 +167,7 @@ def make_poller(
         cursor=np.zeros(CURSOR_WORDS, dtype=np.int64),
         capacity=capacity,
         merge_bytes=merge_bytes,
+        straight_bytes=straight_bytes,
         staging=staging,
         reader=reader,
         copier=copier,

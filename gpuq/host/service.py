@@ -156,6 +156,7 @@ class Service:
             reader=self.choice.reader,
             copier=device.copier(config.staging_buffers),
             merge_bytes=config.merge_bytes,
+            straight_bytes=config.straight_bytes,
             trace=config.trace,
         )
         self._thread = threading.Thread(

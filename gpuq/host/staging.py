@@ -45,6 +45,8 @@ NEEDED = 14  # bytes of the span that this piece needs, and its borrowers with i
 LENDER = 15  # the lease whose buffer has its bytes: itself, unless it borrows
 BORROWERS = 16  # how many borrow from it
 NEXT_BORROWER = 17  # of a lender the first, of a borrower the next; -1 for none
+INTO = 18  # address that the span's first byte is read to
+IS_STRAIGHT = 19  # 1: that is in the destination, and nothing is left to copy
 LEASE_WORDS = 24
 
 # Counts.

@@ -15,6 +15,7 @@ from gpuq.host.records import (
     STATISTICS_READS,
     STATISTICS_RETRIES,
     STATISTICS_SHORT_READS,
+    STATISTICS_STRAIGHT,
     STATISTICS_WORDS,
     Poller,
 )
@@ -36,6 +37,8 @@ class Statistics:
         Requests admitted and not completed.
     bytes : int
         Bytes that reached destinations.
+    straight : int
+        Of these, bytes that were read straight into host memory, without staging.
     reads : int
         Reads handed to the operating system.
     merged : int
@@ -61,6 +64,7 @@ class Statistics:
     requests: dict[str, int] = field(default_factory=dict)
     outstanding: int = 0
     bytes: int = 0
+    straight: int = 0
     reads: int = 0
     merged: int = 0
     short_reads: int = 0
@@ -82,6 +86,7 @@ def take_statistics(poller: Poller, target: str, reader: str) -> Statistics:
         requests=requests,
         outstanding=words[STATISTICS_OUTSTANDING],
         bytes=words[STATISTICS_BYTES],
+        straight=words[STATISTICS_STRAIGHT],
         reads=words[STATISTICS_READS],
         merged=words[STATISTICS_MERGED],
         short_reads=words[STATISTICS_SHORT_READS],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpuq.host.copier import HOST_MEMORY
 from gpuq.layout import State, Status
 from gpuq.testing.explore.kernel_ring import BUSY, LOST_RING, PARTLY
 from gpuq.testing.explore.ledger import ABORTED, OK
@@ -49,6 +50,7 @@ _QUICK_TO_SLEEP = {"threads._SPINS_BEFORE_SLEEP": 1}
 _QUICK_TO_WAIT = {**_QUICK_TO_SLEEP, "poller._YIELD_AFTER": 0, "poller._SLEEP_AFTER": 2}
 _EAGER = {"queue._SPINS_PER_LOOK": 1, "counters._SPINS_PER_LOOK": 1}
 """A spin that looks at STATE only now and then would seem not to wait for it."""
+_STRAIGHT = {"reader": "device", "straight_bytes": 2, "kind": HOST_MEMORY}
 _MERGING = {"reader": "device", "capacity": 4, "buffers": 3, "merge_bytes": 4}
 _RING = {"reader": "threads", "has_poller": False}
 
@@ -97,6 +99,29 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         Bounds(1, 1, faults=1),
         Bounds(2, faults=2),
         {"file_bytes": 13, "read_faults": (SHORT,), "must_be_direct": True},
+    ),
+    (
+        "straight",
+        pieces((0, 7), (9, 14)),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {**_STRAIGHT, "read_faults": (SHORT, INTERRUPTED), "must_be_direct": True},
+    ),
+    (
+        "straight, a broken one",
+        pieces((0, 7), (9, 14), statuses=_EVERY_STATUS),
+        Bounds(1, 1, faults=1),
+        Bounds(2, faults=2),
+        {**_STRAIGHT, "read_faults": (BROKEN, REFUSED)},
+    ),
+    ("straight, closing", ends(State.CLOSING, span=6), Bounds(1, 1), Bounds(2), _STRAIGHT),
+    ("straight, abort", ends(State.ABORTED, span=6), Bounds(1, 1), Bounds(2), _STRAIGHT),
+    (
+        "straight, destination let go",
+        unregistered,
+        Bounds(1, 1),
+        Bounds(2),
+        {**_STRAIGHT, "has_host": True},
     ),
     (
         "neighbours",

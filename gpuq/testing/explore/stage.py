@@ -122,6 +122,8 @@ class Stage:
         has_poller: bool = True,
         may_fail: bool = False,
         merge_bytes: int = 0,
+        straight_bytes: int = 0,
+        kind: int = copier.DEVICE_MEMORY,
     ) -> None:
         self.world = world
         self.code = code
@@ -143,7 +145,8 @@ class Stage:
         self.buffers, self.buffer_bytes = buffers, buffer_bytes
         self._room = 0
         self._must_be_direct = must_be_direct
-        self._merge_bytes = merge_bytes
+        self._merge_bytes, self._straight_bytes = merge_bytes, straight_bytes
+        self._kind = kind
 
         self.queue = self._make_queue()
         self._make_tables(file_bytes, alignment)
@@ -219,7 +222,7 @@ class Stage:
         words = {
             tables.ADDRESS: address,
             tables.NBYTES: nbytes,
-            tables.KIND: copier.DEVICE_MEMORY,
+            tables.KIND: self._kind,
         }
         return int(self.destinations.publish(self.destinations.reserve(), words))
 
@@ -270,6 +273,7 @@ class Stage:
                 reader=self.reader,
                 copier=copies,
                 merge_bytes=self._merge_bytes,
+                straight_bytes=self._straight_bytes,
             )
         )
         turns = self.queue.turns

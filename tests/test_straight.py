@@ -1,0 +1,298 @@
+"""Reads straight into a destination: only whole blocks, only the request's own bytes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels import Compiled
+from stepping import ALIGNMENT, BUFFER, DATA, GUARD, Stepper
+
+import gpuq
+from gpuq.host import records
+from gpuq.host.direct_file import straight_bytes
+from gpuq.host.pages import placed_empty
+from gpuq.layout import STATE, State, Status
+from gpuq.testing import readers
+
+READ_ALL = (readers.READ, -1)
+
+
+@pytest.fixture
+def straight(stepper: Any) -> Callable[..., Stepper]:
+    """Make steppers that read straight what is at least a block."""
+    return lambda *given, **named: stepper(*given, **{"straight_bytes": ALIGNMENT} | named)
+
+
+def fitting_offset(s: Stepper, start: int) -> int:
+    """Return an offset in the destination that has the place in a block that `start` has."""
+    return (start - (s.room.ctypes.data + 64)) % ALIGNMENT
+
+
+def addresses(s: Stepper) -> list[int]:
+    """Return where the reads went, as offsets in the destination; -1 for a staging buffer."""
+    begin = s.room.ctypes.data + 64
+    return [
+        int(a) - begin if begin <= a < begin + len(s.bytes) else -1
+        for a in s.log()[:, readers.ADDRESS]
+    ]
+
+
+def went_straight(s: Stepper) -> int:
+    return int(s.poller.statistics[records.STATISTICS_STRAIGHT])
+
+
+def test_whole_blocks_go_straight_and_the_rest_by_staging(straight: Any) -> None:
+    s = straight(DATA)
+    start, end = 300, 300 + 3000
+    offset = fitting_offset(s, start)
+    ticket = s.post(start, end, offset)
+    s.run()
+    assert s.status(ticket) == Status.OK
+    # 300 to 512 by a buffer, 512 to 3072 straight, the rest by a buffer.
+    assert [int(n) for n in s.log()[:, readers.NBYTES]] == [512, 2560, 512]
+    assert addresses(s) == [-1, offset + 212, -1]
+    assert went_straight(s) == 2560
+    assert s.poller.statistics[records.STATISTICS_BYTES] == 3000
+    s.assert_only(offset, DATA[start:end])
+    s.assert_at_rest()
+
+
+def test_blocks_that_lie_otherwise_in_memory_are_staged(straight: Any) -> None:
+    s = straight(DATA)
+    s.post(512, 2048, fitting_offset(s, 512) + 1)
+    s.run()
+    assert went_straight(s) == 0
+    assert addresses(s) == [-1]
+    s.assert_at_rest()
+
+
+def test_a_buffered_file_has_blocks_of_one_byte(straight: Any) -> None:
+    s = straight(DATA, direct=False)
+    s.post(301, 301 + 3000, 17)
+    s.run()
+    assert addresses(s) == [17]
+    assert went_straight(s) == 3000
+    s.assert_only(17, DATA[301:3301])
+    s.assert_at_rest()
+
+
+def test_a_piece_is_no_longer_than_a_buffer(straight: Any) -> None:
+    s = straight(DATA)
+    offset = fitting_offset(s, 0)
+    s.post(0, 3 * BUFFER, offset)
+    s.run()
+    assert sorted(int(n) for n in s.log()[:, readers.NBYTES]) == [BUFFER] * 3
+    s.assert_only(offset, DATA[: 3 * BUFFER])
+
+
+@pytest.mark.parametrize("settings", [{"straight_bytes": 0}, {"straight_bytes": 4096}], ids=str)
+def test_less_than_the_setting_is_staged(straight: Any, settings: Any) -> None:
+    s = straight(DATA, **settings)
+    s.post(0, 2048, fitting_offset(s, 0))
+    s.run()
+    assert went_straight(s) == 0
+    s.assert_at_rest()
+
+
+def test_nothing_is_written_where_the_end_is_missing_already(straight: Any) -> None:
+    s = straight(DATA[:2000])
+    ticket = s.post(0, 2048, fitting_offset(s, 0))
+    s.run()
+    assert s.status(ticket) == Status.END_OF_FILE
+    assert len(s.log()) == 0
+    s.assert_only(0, DATA[:0])
+    s.assert_at_rest()
+
+
+def test_a_file_that_has_shrunk_meanwhile_is_an_end_of_file(straight: Any) -> None:
+    s = straight(DATA[:1000], size=4096)
+    ticket = s.post(0, 2048, fitting_offset(s, 0))
+    s.run()
+    assert s.status(ticket) == Status.END_OF_FILE
+    s.assert_at_rest()
+
+
+def test_a_short_read_is_read_on_at_a_block(straight: Any) -> None:
+    s = straight(DATA, [(readers.READ, 700), READ_ALL])
+    offset = fitting_offset(s, 0)
+    ticket = s.post(0, 2048, offset)
+    s.run()
+    assert s.status(ticket) == Status.OK
+    assert addresses(s) == [offset, offset + 512]
+    s.assert_only(offset, DATA[:2048])
+    s.assert_at_rest()
+
+
+def test_a_refusal_of_direct_reads_is_met_by_a_buffered_one(straight: Any) -> None:
+    s = straight(DATA, [(readers.FAIL, errno.EINVAL), READ_ALL])
+    offset = fitting_offset(s, 0)
+    ticket = s.post(0, 2048, offset)
+    s.run()
+    assert s.status(ticket) == Status.OK
+    s.assert_only(offset, DATA[:2048])
+    s.assert_at_rest()
+
+
+def test_neighbours_do_not_borrow_from_what_goes_straight(straight: Any) -> None:
+    s = straight(DATA, merge_bytes=BUFFER)
+    offset = fitting_offset(s, 0)
+    first = s.post(0, 1024, offset)
+    second = s.post(1024, 1124, 3000)
+    third = s.post(1124, 1224, 3100)
+    s.run()
+    assert [s.status(t) for t in (first, second, third)] == [Status.OK] * 3
+    assert (s.bytes[offset : offset + 1024] == DATA[:1024]).all()
+    assert (s.bytes[3000:3200] == DATA[1024:1224]).all()
+    s.assert_at_rest()
+
+
+def test_what_borrows_is_staged_although_it_might_go_straight(straight: Any) -> None:
+    s = straight(DATA, merge_bytes=BUFFER)
+    first = s.post(100, 200, 5000)
+    offset = fitting_offset(s, 512)
+    second = s.post(512, 1536, offset)
+    s.run()
+    assert [s.status(t) for t in (first, second)] == [Status.OK] * 2
+    assert s.poller.statistics[records.STATISTICS_MERGED] == 1
+    assert (s.bytes[offset : offset + 1024] == DATA[512:1536]).all()
+    assert (s.bytes[5000:5100] == DATA[100:200]).all()
+    s.assert_at_rest()
+
+
+def test_after_an_abort_the_destination_is_kept_until_the_read_is_over(straight: Any) -> None:
+    s = straight(DATA)
+    s.reader.words[readers.GATE] = 1
+    s.post(0, 2048, fitting_offset(s, 0))
+    s.step()
+    records.raise_state(s.queue.control, int(State.ABORTED))
+    s.step()
+    assert s.queue.control[STATE] == State.ABORTED
+    assert s.destinations.in_flight(s.destination) == 1
+    s.reader.words[readers.GATE] = 0
+    s.run()
+    assert s.destinations.in_flight(s.destination) == 0
+    s.assert_at_rest()
+
+
+@given(
+    start=st.integers(0, 5000),
+    length=st.integers(1, 9000),
+    shift=st.integers(0, 600),
+    is_fitting=st.booleans(),
+    is_direct=st.booleans(),
+    results=st.lists(
+        st.one_of(
+            st.just(READ_ALL),
+            st.tuples(st.just(readers.READ), st.integers(0, 4096)),
+            st.tuples(st.just(readers.FAIL), st.sampled_from([errno.EIO, errno.EINTR])),
+        ),
+        max_size=8,
+    ),
+    size=st.integers(0, 15_000),
+    least=st.sampled_from([1, 512, 2048]),
+)
+def test_no_byte_beside_the_requests_own_is_ever_written(
+    start: int, length: int, shift: int, is_fitting: bool, is_direct: bool, results: list[Any],
+    size: int, least: int,
+) -> None:  # fmt: skip
+    s = Stepper(
+        DATA[:size],
+        [*results, READ_ALL],
+        direct=is_direct,
+        must_be_direct=is_direct,
+        straight_bytes=least,
+    )
+    try:
+        offset = fitting_offset(s, start) + ALIGNMENT * (shift % 3) if is_fitting else shift
+        ticket = s.post(start, start + length, offset)
+        s.run()
+        status = s.status(ticket)
+        room = s.bytes.copy()
+        room[offset : offset + length] = GUARD
+        assert (room == GUARD).all()
+        if status == Status.OK:
+            assert start + length <= size
+            s.assert_only(offset, DATA[start : start + length])
+        else:
+            assert status in (Status.END_OF_FILE, Status.READ_FAILED)
+            assert start + length > size or results
+        s.assert_at_rest()
+    finally:
+        s.close()
+
+
+@given(
+    start=st.integers(0, 1 << 40),
+    length=st.integers(1, 1 << 24),
+    address=st.integers(1 << 12, 1 << 46),
+    alignment=st.sampled_from([1, 512, 4096]),
+    least=st.integers(1, 1 << 20),
+    most=st.sampled_from([4096, 1 << 19]),
+)
+def test_what_goes_straight_is_whole_blocks_within_the_request(
+    start: int, length: int, address: int, alignment: int, least: int, most: int
+) -> None:
+    got = straight_bytes(start, start + length, address, alignment, least, most)
+    if got > 0:
+        assert start % alignment == address % alignment == got % alignment == 0
+        assert got <= min(length, most)
+    elif got < 0:
+        assert (start - got) % alignment == (address - got) % alignment == 0
+        assert -got < alignment
+        assert -got + least <= length
+
+
+@pytest.mark.parametrize("file_offset", [0, 128, 4095, 8192 + 72])
+@pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "S3"])
+@pytest.mark.parametrize("shape", [3, (70_000,), (300, 500), (0, 9), ()])
+def test_a_placed_array_is_an_array_like_any_other(
+    shape: Any, dtype: str, file_offset: int
+) -> None:
+    array = placed_empty(shape, dtype, file_offset)
+    plain = np.empty(shape, dtype)
+    assert (array.shape, array.dtype, array.strides) == (plain.shape, plain.dtype, plain.strides)
+    assert array.flags.c_contiguous
+    assert array.flags.aligned
+    assert array.flags.writeable
+    array[...] = 1
+    if array.nbytes >= 1 << 16 and file_offset % array.dtype.alignment == 0:
+        assert array.ctypes.data % 4096 == file_offset % 4096
+
+
+def test_a_real_file_comes_right_however_it_lies(
+    mode: Any, make_loader: Callable[..., gpuq.Loader], tmp_path: Path
+) -> None:
+    data = np.random.default_rng(5).integers(0, 256, 3_000_017, dtype=np.uint8)
+    path = tmp_path / "data"
+    data.tofile(path)
+    loader = make_loader(
+        reader=mode.reader, direct=mode.direct, staging_bytes=1 << 17, straight_bytes=1 << 16
+    )
+    source = loader.open(path)
+    for start, end, shift in [
+        (0, len(data), 0), (0, 1 << 20, 0), (77, 900_000, 77), (77, 900_000, 78),
+        (4096, 2_999_999, 4096), (2_000_000, 3_000_017, 2_000_000 % 4096),
+    ]:  # fmt: skip
+        array = placed_empty(end - start + 4096, np.uint8)
+        array[:] = GUARD
+        destination = loader.register(array)
+        offset = shift % 4096
+        got = Compiled.pull_at(
+            loader.queue, source.handle, destination.handle, offset, start, end, 0
+        )
+        assert got == Status.OK
+        np.testing.assert_array_equal(array[offset : offset + end - start], data[start:end])
+        assert (array[:offset] == GUARD).all()
+        assert (array[offset + end - start :] == GUARD).all()
+        destination.unregister()
+    statistics = loader.statistics()
+    assert statistics.straight > 0
+    assert statistics.bytes >= statistics.straight
+    print(f"{mode}: {statistics.straight} of {statistics.bytes} bytes went straight")
