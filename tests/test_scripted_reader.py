@@ -43,7 +43,7 @@ def assert_reads_keep_the_rules(s: Stepper) -> None:
 
 @given(order=st.permutations(range(5)), start=st.integers(0, 700))
 def test_pieces_may_arrive_in_any_order(order: list[int], start: int) -> None:
-    s = Stepper(DATA, buffers=5)
+    s = Stepper(DATA, buffers=6)
     try:
         ticket = s.post(start, start + 4 * BUFFER + 100, offset=9)
         s.reader.words[readers.ORDER] = readers.BY_LIST
@@ -346,7 +346,7 @@ def test_einval_of_one_read_of_a_proven_source_leaves_the_others_direct(stepper:
 
 
 def test_einval_of_many_direct_reads_in_flight(stepper: Any) -> None:
-    s = stepper(DATA, [*[(FAIL, errno.EINVAL)] * 4, WHOLE])
+    s = stepper(DATA, [*[(FAIL, errno.EINVAL)] * 4, WHOLE], buffers=5)
     ticket = s.post(5, 5 + 3 * BUFFER + 700)
     s.run()
     assert s.status(ticket) == Status.OK
@@ -391,3 +391,19 @@ def test_einval_where_direct_is_required_is_a_failed_read(stepper: Any) -> None:
     assert s.flag(ticket) == (Status.READ_FAILED, errno.EINVAL)
     assert s.sources.word(s.source, tables.IS_DIRECT) == 1
     assert list(s.log()[:, readers.DESCRIPTOR]) == [DIRECT_NUMBER]
+
+
+def test_a_large_request_leaves_a_lease_to_a_small_one(stepper: Any) -> None:
+    s = stepper(DATA, buffers=4)
+    s.reader.words[readers.GATE] = 1
+    large = s.post(0, 4 * BUFFER)
+    s.step()
+    small = s.post(17_000, 17_100, 5 * BUFFER)
+    s.step()
+    offsets = [int(offset) for offset in s.log()[:, readers.OFFSET]]
+    assert offsets == [0, BUFFER, 2 * BUFFER, 16_896]
+    s.reader.words[readers.GATE] = 0
+    s.run()
+    assert [s.status(ticket) for ticket in (large, small)] == [Status.OK] * 2
+    assert (s.bytes[5 * BUFFER : 5 * BUFFER + 100] == DATA[17_000:17_100]).all()
+    s.assert_at_rest()

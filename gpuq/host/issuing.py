@@ -57,6 +57,8 @@ from gpuq.layout import State, Status
 _OK = int(Status.OK)
 _ABORTED = int(State.ABORTED)
 
+_MOST_PIECES = 16
+_MOST_BYTES = 8 << 20
 _LOOK_AHEAD = 8
 """Requests behind the first that may be none of its neighbours, until no more are looked at."""
 _MOST_BORROWERS = 63
@@ -73,12 +75,22 @@ def enqueue(p: Any, slot: Any) -> None:
 
 @inlined
 def issue(p: Any) -> Any:
-    """Start a piece of each request in turn, while leases are free; return how many."""
+    """Start a piece of each request in turn, while leases are free; return how many.
+
+    A request has only so many pieces in flight as keep the storage busy. One that took all
+    leases would have a small one wait for a lease, and behind all its reads.
+    """
     cursor = p.cursor
+    most = most_pieces(p)
     issued = 0
-    while cursor[QUEUE_COUNT] > 0:
+    at_most = 0
+    while cursor[QUEUE_COUNT] > at_most:
         slot = p.queue[cursor[QUEUE_HEAD]]
         request = p.requests[slot]
+        if request[STATUS] == _OK and request[PIECES] >= most:
+            move_to_back(p)
+            at_most += 1
+            continue
         if request[STATUS] == _OK:
             lease = take(p.staging)
             if lease < 0:
@@ -98,6 +110,24 @@ def issue(p: Any) -> Any:
             # Failed meanwhile with no piece left in flight; else its last piece completes it.
             complete_if_over(p, slot)
     return issued
+
+
+@inlined
+def most_pieces(p: Any) -> Any:
+    """Return how many pieces of one request may be in flight: never all that there can be."""
+    buffers = len(p.staging.free)
+    most = max(_MOST_PIECES, _MOST_BYTES // p.staging.buffer_bytes)
+    return min(most, buffers - 1 if buffers > 2 else buffers)
+
+
+@inlined
+def move_to_back(p: Any) -> None:
+    """Move the request at the head of the ring behind all others."""
+    cursor = p.cursor
+    head = cursor[QUEUE_HEAD]
+    back = (head + cursor[QUEUE_COUNT]) & (p.capacity - 1)
+    p.queue[back] = p.queue[head]
+    cursor[QUEUE_HEAD] = (head + 1) & (p.capacity - 1)
 
 
 @inlined
