@@ -17,6 +17,7 @@ from gpuq.host.tracing import (
     FELL_BACK,
     READ_ON,
     TRACE_DTYPE,
+    WENT_STRAIGHT,
     take_records,
 )
 from gpuq.layout import Status
@@ -91,6 +92,16 @@ def test_the_path_tells_a_fallback_a_retry_and_a_neighbour(traced: Any) -> None:
     assert (lender["path"], lender["reads"]) == (BY_DIRECT_READ, 1)
     assert (borrower["path"], borrower["reads"]) == (BY_NEIGHBOURS_READ, 0)
     assert borrower["first_read_ns"] <= borrower["last_read_ns"] <= borrower["copy_ns"]
+
+
+def test_the_path_tells_what_went_straight(traced: Any) -> None:
+    s = traced(DATA, direct=False, straight_bytes=512)
+    s.post(0, 1000)
+    s.run()
+    (record,) = taken(s)
+    assert record["path"] == BY_BUFFERED_READ | WENT_STRAIGHT
+    assert record["copy_ns"] == 0
+    assert record["bytes"] == 1000
 
 
 def test_a_failure_has_its_errno(traced: Any) -> None:

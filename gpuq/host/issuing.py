@@ -272,7 +272,8 @@ def read_from(p: Any, lease: Any, resumed: Any) -> None:
     """Submit the read of a lease's span from `resumed` bytes behind its begin."""
     record = p.staging.leases[lease]
     record[RESUMED] = resumed
-    trace_read(p, p.requests[record[LEASE_SLOT]], record[LEASE_IS_DIRECT])
+    request = p.requests[record[LEASE_SLOT]]
+    trace_read(p, request, record[LEASE_IS_DIRECT], record[IS_STRAIGHT])
     submit_read(
         p.reader,
         lease,

@@ -41,6 +41,7 @@ BY_BUFFERED_READ = 2
 BY_NEIGHBOURS_READ = 4
 READ_ON = 8  # after a short read, an interruption, or a failed read for neighbours
 FELL_BACK = 16  # from O_DIRECT, which was refused
+WENT_STRAIGHT = 32  # some were read straight into the destination, without staging
 
 FIELDS = (
     "ticket",
@@ -84,13 +85,14 @@ def trace_admission(p: Any, request: Any) -> None:
 
 
 @inlined
-def trace_read(p: Any, request: Any, is_direct: Any) -> None:
+def trace_read(p: Any, request: Any, is_direct: Any, is_straight: Any) -> None:
     """Stamp the submission of a read."""
     if len(p.trace) > 0:
         if request[FIRST_READ_NS] == 0:
             request[FIRST_READ_NS] = clock_ns()
         request[READ_COUNT] += 1
         request[PATH] |= BY_DIRECT_READ if is_direct == 1 else BY_BUFFERED_READ
+        request[PATH] |= WENT_STRAIGHT if is_straight == 1 else 0
 
 
 @inlined

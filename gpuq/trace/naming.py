@@ -9,6 +9,7 @@ from gpuq.host.tracing import (
     BY_NEIGHBOURS_READ,
     FELL_BACK,
     READ_ON,
+    WENT_STRAIGHT,
 )
 from gpuq.layout import Status
 
@@ -21,6 +22,7 @@ _PATHS = {
     BY_NEIGHBOURS_READ: "neighbour's read",
     READ_ON: "read on",
     FELL_BACK: "fell back",
+    WENT_STRAIGHT: "straight",
 }
 
 
