@@ -161,12 +161,15 @@ class _Life:
         self.is_ended = False
         self.lock = threading.Lock()
         self.stale_sources, self.stale_destinations = [0], [0]
+        self.ends: dict[int, int] = {}
         pick = self.random.choice
         settings: dict[str, Any] = {
             "target": "cpu",
             "slots": pick([2, 8, 64, 256]),
             "staging_buffers": pick([1, 2, 5, 32]),
             "staging_bytes": pick([4096, 16384, 131072]),
+            "merge_bytes": pick([0, 4096, 65536]),
+            "straight_bytes": pick([0, 1, 512, 4096, 65536]),
             "reader_threads": pick([1, 3]),
             "sources": SOURCES + 1,
             "destinations": DESTINATIONS + 1,
@@ -239,7 +242,13 @@ class _Life:
         changes = file.changes
         edge = self.random.choice([0, 512, 4096, self.staging_bytes, file.stable, file.most])
         near = max(edge + self.random.randint(-3, 3) - self.random.choice([0, length]), 0)
-        start = self.random.choice([self.random.randint(0, file.most), near])
+        # Behind the last one of this file: neighbours, unless shuffled too far apart.
+        starts = [self.random.randint(0, file.most), near, self.ends.get(file.number, 0)]
+        start = self.random.choice(starts)
+        if self.random.randrange(3) == 0:
+            # In the place of a block in which it goes to memory, so that blocks may go straight.
+            start += (registered.array.ctypes.data + position - start) % 4096
+        self.ends[file.number] = start + length
         source, destination = opened.source.handle, registered.destination.handle
         words = (source, destination, position, start, start + length)
         certain = None
@@ -373,7 +382,7 @@ class _Life:
         if self.loader.state == State.CLOSED and figures.outstanding:
             self._fail(None, f"{figures.outstanding} requests were never answered")
         self.soak.statuses.update(figures.requests)
-        for name in ("bytes", "reads", "short_reads", "retries", "fallbacks"):
+        for name in ("bytes", "merged", "straight", "reads", "short_reads", "retries", "fallbacks"):
             self.soak.reading[name] += getattr(figures, name)
 
 
