@@ -103,7 +103,7 @@ def test_idle_reports_share_and_latencies(tmp_path: Path) -> None:
 
 def test_trace_reports_each_workload_with_and_without(tmp_path: Path) -> None:
     results = bench(tmp_path, "trace", *SMALL, *SHORT)["results"]
-    names = ["4 KiB random, direct", "4 KiB random, page cache", "silent reader"]
+    names = ["4 KiB random, direct", "4 KiB random, page cache", "silent reader, one thread"]
     assert [result["workload"] for result in results] == names
     for result in results:
         for figure in ("without", "with", "ratio", "added_ns"):

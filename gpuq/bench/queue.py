@@ -134,14 +134,27 @@ def _partner(function: Callable[..., Any], *arguments: Any, core: int) -> Iterat
 
 @contextmanager
 def bare_queue(core: int, trace: int = 0) -> Iterator[tuple[Queue, int, int]]:
-    """Yield a queue of a loader's default size, served on a core with a silent reader.
+    """Yield what `unserved_queue` yields, without the poller, which serves on a core."""
+    with unserved_queue(trace) as (q, source, destination, poller):
+        serving.serve.compile((typeof(poller),))
+        thread = _Pinned(core, lambda: serving.serve(poller))
+        try:
+            yield q, source, destination
+        finally:
+            records.raise_state(poller.control, int(State.CLOSING))
+            thread.result()
+
+
+@contextmanager
+def unserved_queue(trace: int = 0) -> Iterator[tuple[Queue, int, int, records.Poller]]:
+    """Yield a running queue of a loader's default size, and a poller with a silent reader.
 
     `trace` records are kept of its requests.
 
     Yields
     ------
-    (Queue, int, int)
-        And the handles of a source and of a destination of one line.
+    (Queue, int, int, Poller)
+        The integers are the handles of a source and of a destination of one line.
     """
     config, device = LoaderConfig(), CpuDevice()
     control, _ = device.mapped_words(CONTROL_WORDS)
@@ -183,14 +196,10 @@ def bare_queue(core: int, trace: int = 0) -> Iterator[tuple[Queue, int, int]]:
     )
     # Else its pages come in while requests are counted.
     poller.trace.fill(0)
-    serving.serve.compile((typeof(poller),))
     store_release(control, STATE, np.uint64(int(State.RUNNING)))
-    thread = _Pinned(core, lambda: serving.serve(poller))
     try:
-        yield q, source, destination
+        yield q, source, destination, poller
     finally:
-        records.raise_state(control, int(State.CLOSING))
-        thread.result()
         # What the poller wrote to must outlive it.
         del room, memory
 

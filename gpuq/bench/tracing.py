@@ -1,11 +1,20 @@
-"""``gpuq bench trace``: what it costs to keep a record of each request."""
+"""``gpuq bench trace``: what it costs to keep a record of each request.
+
+Two threads that spin on two cores measure the scheduler where others are at work. So the poller
+is also driven alone: one thread posts, does the poller's passes until there is nothing to do, and
+takes the answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import Any
+
+import numpy as np
+from numba import njit
 
 from gpuq.bench.measuring import (
     Contestant,
@@ -17,8 +26,10 @@ from gpuq.bench.measuring import (
     ratios,
     table,
 )
-from gpuq.bench.queue import sample_bare_queue, two_cores
-from gpuq.bench.reading import Reading, Work
+from gpuq.bench.queue import unserved_queue
+from gpuq.bench.reading import BadStatusError, Reading, Work
+from gpuq.host.poller import poll_once
+from gpuq.kernels.queue import post_at, wait
 from gpuq.loader import Loader
 
 RECORDS = 1 << 21
@@ -47,10 +58,8 @@ def measure(
     Raises
     ------
     ValueError
-        There are no two cores, or a sample was so long that the ring was full.
+        A sample was so long that the ring was full.
     """
-    cores = two_cores()
-    duration_ns = int(min(seconds, 0.3) * 1e9)
     workloads: dict[str, Callable[[int], Contestant]] = {
         f"{_SMALL.name}, direct": lambda trace: _reads(
             path, nbytes, reader, "auto", seconds, trace
@@ -58,7 +67,7 @@ def measure(
         f"{_SMALL.name}, page cache": lambda trace: _reads(
             path, nbytes, reader, "off", seconds, trace
         ),
-        "silent reader": lambda trace: _silent(cores, duration_ns, trace),
+        "silent reader, one thread": lambda trace: _alone(min(seconds, 0.5), trace),
     }
     results = []
     for name, make in workloads.items():
@@ -85,12 +94,43 @@ def _reads(
     return run
 
 
-def _silent(cores: tuple[int, int], duration_ns: int, trace: int) -> Contestant:
+@njit(nogil=True)
+def _post_all(q: Any, source: Any, destination: Any, nbytes: Any, tickets: Any) -> None:
+    for number in range(len(tickets)):
+        tickets[number] = post_at(q, source, destination, 0, 0, nbytes, number)
+
+
+@njit(nogil=True)
+def _count_good(q: Any, tickets: Any) -> Any:
+    good = 0
+    for ticket in tickets:
+        good += wait(q, ticket) == 0
+    return good
+
+
+def _alone(seconds: float, trace: int) -> Contestant:
+    """Return a contestant whose one thread is kernel and poller in turn."""
+
     def run(_number: int) -> Sample:
-        sample = sample_bare_queue(cores, _SILENT_BYTES, _SILENT_DEPTH, duration_ns, trace)
-        if trace and sample.operations > trace:
-            raise ValueError(f"{sample.operations} requests are more than the trace has room for")
-        return sample
+        tickets = np.zeros(_SILENT_DEPTH, np.int64)
+        with unserved_queue(trace) as (q, source, destination, poller):
+
+            def cross() -> int:
+                _post_all(q, source, destination, _SILENT_BYTES, tickets)
+                while poll_once(poller):
+                    pass
+                return int(_count_good(q, tickets))
+
+            posted, good = _SILENT_DEPTH, cross()
+            with Meter() as meter:
+                began = perf_counter()
+                while perf_counter() - began < seconds and posted + _SILENT_DEPTH <= RECORDS:
+                    good += cross()
+                    posted += _SILENT_DEPTH
+                elapsed = perf_counter() - began
+        if good != posted:
+            raise BadStatusError(f"{posted - good} of {posted} requests did not end with OK")
+        return Sample(posted - _SILENT_DEPTH, elapsed, meter.cpu_seconds, meter.others_cores)
 
     return run
 

@@ -36,7 +36,7 @@ def write_perfetto(trace: Trace, path: str | os.PathLike[str]) -> None:
         file.write(f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(head)}, "traceEvents": [')
         separator = "\n"
         for event in _events(trace):
-            file.write(separator + json.dumps(event))
+            file.write(separator + json.dumps(event, separators=(",", ":")))
             separator = ",\n"
         file.write("\n]}\n")
 
