@@ -241,6 +241,7 @@ MUTANTS = (
     _mutant(
         "a large request is issued to its end before the next one",
         "fairness",
+        ("issuing.issue", "most = most_pieces(p)", "most = 1 << 30"),
         (
             "issuing.issue",
             "enqueue(p, slot)",

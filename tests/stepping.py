@@ -217,6 +217,7 @@ class Stepper:
         cursor = self.poller.cursor
         assert cursor[records.REQUESTS] == 0
         assert cursor[records.READS] == 0
+        assert cursor[records.READ_BYTES] == 0
         assert cursor[records.COPIES] == 0
         assert cursor[records.QUEUE_COUNT] == 0
         free = self.staging.free[: self.free_leases]

@@ -12,6 +12,7 @@ from gpuq.host.direct_file import ENOUGH, RESUME, judge_read, span_bytes, span_s
 from gpuq.host.issuing import read_from
 from gpuq.host.reader import reap_read
 from gpuq.host.records import (
+    READ_BYTES,
     READS,
     SOURCE_BASE,
     STATISTICS_BYTES,
@@ -77,6 +78,8 @@ def reap(p: Any) -> Any:
         if lease < 0:
             return reaped
         p.cursor[READS] -= 1
+        record = p.staging.leases[lease]
+        p.cursor[READ_BYTES] -= record[SPAN_BYTES] - record[RESUMED]
         arrive(p, lease, result)
         if p.statistics[STATISTICS_BYTES] >= enough:
             return reaped + 1

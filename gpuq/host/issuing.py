@@ -19,6 +19,7 @@ from gpuq.host.records import (
     QUEUE_COUNT,
     QUEUE_HEAD,
     QUEUED,
+    READ_BYTES,
     READS,
     SOURCE_BASE,
     STATISTICS_READS,
@@ -283,4 +284,5 @@ def read_from(p: Any, lease: Any, resumed: Any) -> None:
         record[SPAN_BYTES] - resumed,
     )
     p.cursor[READS] += 1
+    p.cursor[READ_BYTES] += record[SPAN_BYTES] - resumed
     count(p, STATISTICS_READS, 1)

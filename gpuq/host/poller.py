@@ -20,6 +20,7 @@ from gpuq.host.records import (
     COPIES,
     FAILURE,
     IS_SEALED,
+    READ_BYTES,
     READS,
     REQUESTS,
     STATISTICS_HIGH_WATER,
@@ -35,6 +36,8 @@ _ABORTED = int(State.ABORTED)
 _YIELD_AFTER = 64
 _SLEEP_AFTER = 512
 _SLEEP_NS = 100_000
+_SLEEP_SHORT_NS = 50_000
+_LARGE_READ = 64 << 10
 _SLEEP_LONG_AFTER = 2_000
 SLEEP_LONG_NS = 200_000
 _SLEEP_LONGEST_AFTER = 300_000  # about a minute
@@ -63,11 +66,15 @@ def poll_once(p: Any) -> Any:
 @inlined
 def rest(p: Any, idle: Any) -> None:
     """Let others run, the longer the more passes in a row did nothing."""
+    reads = p.cursor[READS]
     if idle < _YIELD_AFTER:
         relax(0)
+    elif reads > 0 and p.cursor[READ_BYTES] >= reads * _LARGE_READ:
+        # They take longer than a wake-up; looking meanwhile costs a core for nothing.
+        await_read(p.reader, _SLEEP_SHORT_NS)
     elif idle < _SLEEP_AFTER:
         relax(idle)
-    elif p.cursor[READS] > 0:
+    elif reads > 0:
         await_read(p.reader, _SLEEP_NS)
     elif idle < _SLEEP_LONG_AFTER:
         sleep_ns(_SLEEP_NS)

@@ -52,6 +52,7 @@ COPIES = 5  # under way
 REQUESTS = 6  # admitted and not completed
 FAILURE = 7  # errno that ended the queue; 0 while none
 IS_SEALED = 8  # 1 once a closing queue has admitted the last of what was posted
+READ_BYTES = 9  # that the reads in flight ask for
 CURSOR_WORDS = 16
 
 # Statistics; the poller is the only writer. Completions by status come first.

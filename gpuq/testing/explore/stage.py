@@ -417,7 +417,7 @@ class Stage:
         if self.control.peek(STATE) != State.CLOSED:
             return
         self.ledger.check_promises()
-        for name in ("REQUESTS", "READS", "COPIES", "QUEUE_COUNT"):
+        for name in ("REQUESTS", "READS", "READ_BYTES", "COPIES", "QUEUE_COUNT"):
             if poller.cursor[getattr(records, name)]:
                 raise Violation(f"{name} is not 0 in the end")
         free = poller.staging.free[: poller.staging.counts[staging.FREE_COUNT]]
