@@ -27,6 +27,7 @@ from gpuq.host.tables import (
     MAX_OFFSET,
     MUST_BE_DIRECT,
     NBYTES,
+    ONLY_STAGED,
 )
 from gpuq.host.taken import Trace
 from gpuq.host.tracing import take_records
@@ -118,6 +119,7 @@ class Registry:
                     IS_DIRECT: int(file.direct >= 0),
                     MUST_BE_DIRECT: int(mode == "require"),
                     IS_PROVEN: int(file.proven),
+                    ONLY_STAGED: int(not file.pins),
                 },
             )
             source = Source(self._service, file, handle, start, limit, name)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from kernels import Compiled
 from stepping import ALIGNMENT, BUFFER, DATA, GUARD, Stepper
 
 import gpuq
-from gpuq.host import records
+from gpuq.host import direct_file, records, tables
 from gpuq.host.direct_file import straight_bytes
 from gpuq.host.pages import placed_empty
 from gpuq.layout import STATE, State, Status
@@ -296,3 +299,75 @@ def test_a_real_file_comes_right_however_it_lies(
     assert statistics.straight > 0
     assert statistics.bytes >= statistics.straight
     print(f"{mode}: {statistics.straight} of {statistics.bytes} bytes went straight")
+
+
+def test_direct_reads_are_staged_where_a_fork_could_part_them_from_their_memory(
+    straight: Any,
+) -> None:
+    s = straight(DATA)
+    s.sources.words[(s.source & 0xFFFFFFFF) * tables.SOURCE_WORDS + tables.ONLY_STAGED] = 1
+    ticket = s.post(0, 2048, fitting_offset(s, 0))
+    s.run()
+    assert s.status(ticket) == Status.OK
+    assert went_straight(s) == 0
+    s.assert_only(fitting_offset(s, 0), DATA[:2048])
+    s.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("release", "says", "pins"),
+    [
+        ("6.5.0", (4, 512), True),
+        ("6.18.44-fc", (512, 4096), True),
+        ("10.0", (4, 512), True),
+        ("6.4.99", (4, 512), False),
+        ("5.15.0-generic", (4, 512), False),
+        ("unheard of", (4, 512), False),
+        ("6.5.0", None, False),
+        ("6.5.0", (0, 0), False),
+    ],
+)
+def test_memory_is_pinned_by_new_systems_and_block_devices(
+    monkeypatch: pytest.MonkeyPatch, release: str, says: Any, pins: bool
+) -> None:
+    uname = os.uname()
+    changed = type(uname)((uname.sysname, uname.nodename, release, uname.version, uname.machine))
+    monkeypatch.setattr(direct_file.os, "uname", lambda: changed)
+    monkeypatch.setattr(direct_file, "statx_alignment", lambda descriptor: says)
+    assert direct_file.pins_memory(0) is pins
+
+
+FORKING = """
+import os, sys, threading
+import numpy as np
+import gpuq
+from gpuq.host.pages import placed_empty
+
+path, direct = sys.argv[1:]
+data = np.fromfile(path, np.uint8)
+with gpuq.Loader(target="cpu", straight_bytes=4096) as loader:
+    source = loader.open(path, direct=direct)
+    array = placed_empty(len(data), np.uint8)
+    for _ in range(30):
+        array[:] = 0
+        future = loader.read_async(source, out=array)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if len(array) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        future.result()
+        assert (array == data).all()
+    print(loader.statistics().straight)
+"""
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_a_fork_while_bytes_go_straight_takes_none_of_them(tmp_path: Path, direct: str) -> None:
+    path = tmp_path / "data"
+    np.random.default_rng(6).integers(0, 256, 8 << 20, dtype=np.uint8).tofile(path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, path, direct],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    print(f"{direct}: {int(done.stdout):,} bytes went straight")

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import stat
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from gpuq.errors import DirectUnavailableError, SourceError
 MEMORY_ALIGNMENT = 4096
 """Alignment of every staging buffer, in bytes."""
 
+_PINS_SINCE = (6, 5)
 _ASSUMED_ALIGNMENT = 4096
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -105,6 +107,8 @@ class OpenFile:
         Whether a direct read was done and succeeded.
     may_wait : bool
         The file knows no "would wait": even to begin a read may take as long as the read.
+    pins : bool
+        Direct reads may go to any memory, whatever a fork does meanwhile.
     """
 
     path: str
@@ -115,6 +119,7 @@ class OpenFile:
     reason: str
     proven: bool
     may_wait: bool
+    pins: bool
 
     def close(self) -> None:
         """Close both descriptors."""
@@ -144,6 +149,20 @@ def statx_alignment(descriptor: int) -> tuple[int, int] | None:
     if not word(_MASK_AT) & _STATX_DIOALIGN:
         return None
     return word(_MEMORY_AT), word(_OFFSET_AT)
+
+
+def pins_memory(descriptor: int) -> bool:
+    """Say whether the system pins the pages of a direct read, so that a fork copies them at once.
+
+    Where it does not, and the process forks while such a read is under way, the next write to a
+    page of it gives the writer another page, and the read's bytes are lost (open(2), O_DIRECT).
+    Staging is kept from children instead. Linux pins since 6.5 in block devices and the file
+    systems that build on them; these say their alignment, others (FUSE, NFS) do not.
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if release is None or (int(release[1]), int(release[2])) < _PINS_SINCE:
+        return False
+    return statx_alignment(descriptor) not in (None, (0, 0))
 
 
 def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> OpenFile:
@@ -180,11 +199,12 @@ def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> 
         may_wait = not _knows_would_wait(buffered)
         if direct == "off":
             reason = 'direct="off" was asked for'
-            return OpenFile(name, buffered, -1, 1, size, reason, False, may_wait)
+            return OpenFile(name, buffered, -1, 1, size, reason, False, may_wait, False)
         descriptor, alignment, reason, proven = _open_direct(name, buffered, size, staging_bytes)
         if descriptor < 0 and direct == "require":
             raise DirectUnavailableError(f"{name}: direct reads were required, but {reason}")
-        return OpenFile(name, buffered, descriptor, alignment, size, reason, proven, may_wait)
+        pins = descriptor >= 0 and pins_memory(buffered)
+        return OpenFile(name, buffered, descriptor, alignment, size, reason, proven, may_wait, pins)
     except BaseException as error:
         os.close(buffered)
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:

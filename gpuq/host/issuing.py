@@ -51,7 +51,7 @@ from gpuq.host.staging import (
     buffer_address,
     take,
 )
-from gpuq.host.tables import IS_DIRECT, KIND
+from gpuq.host.tables import IS_DIRECT, KIND, ONLY_STAGED
 from gpuq.host.tracing import trace_loan, trace_read
 from gpuq.layout import State, Status
 
@@ -222,9 +222,12 @@ def straight_from(p: Any, request: Any) -> Any:
     0: what is left is staged; less than 0: so many bytes are staged before some go straight.
     Only whole blocks go straight, so no byte beside the request's own is ever written.
     """
-    if request[MAY_GO_STRAIGHT] == 0:
+    source_base = request[SOURCE_BASE]
+    if request[MAY_GO_STRAIGHT] == 0 or (
+        p.sources[source_base + IS_DIRECT] == 1 and p.sources[source_base + ONLY_STAGED] == 1
+    ):
         return 0
-    alignment, _ = access(p, request[SOURCE_BASE])
+    alignment, _ = access(p, source_base)
     return straight_bytes(
         request[NEXT],
         request[FINISH],

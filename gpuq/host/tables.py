@@ -32,6 +32,7 @@ IS_DIRECT = 7  # poller; whether reads go through DIRECT_DESCRIPTOR now
 MUST_BE_DIRECT = 8  # 1: never fall back to buffered reads
 FALLBACK_ERRNO = 9  # poller; why IS_DIRECT was cleared while serving
 IS_PROVEN = 10  # poller; a direct read of this file has succeeded
+ONLY_STAGED = 11  # 1: direct reads go to staging only, see `direct_file.pins_memory`
 SOURCE_WORDS = 2 * LINE_WORDS
 
 # Words of a destination entry; HANDLE and IN_FLIGHT as above.
@@ -43,7 +44,7 @@ DESTINATION_WORDS = LINE_WORDS
 MAX_OFFSET = 1 << 62
 """Largest file offset that is accepted, so that rounding up to an alignment cannot overflow."""
 
-assert IS_PROVEN < SOURCE_WORDS
+assert ONLY_STAGED < SOURCE_WORDS
 assert KIND < DESTINATION_WORDS
 
 
