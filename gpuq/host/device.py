@@ -6,6 +6,7 @@ arrays for destinations), checks destinations, and names the copier that reaches
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from gpuq.errors import DestinationError
 from gpuq.host.copier import HOST_MEMORY, MemcpyCopier
 from gpuq.host.direct_file import MEMORY_ALIGNMENT
-from gpuq.host.pages import placed_empty
+from gpuq.host.pages import bring_in, placed_empty
 
 # A forked child gets a copy, and cannot post to its parent's queue.
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -109,12 +110,19 @@ class CpuDevice:
         return words
 
     def staging(self, nbytes: int) -> Region:
-        """Return page-aligned memory, its pages present."""
-        mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE | mmap.MAP_POPULATE)
+        """Return page-aligned memory, its pages present, and large where the system has such.
+
+        A direct read pins each page and hands each to the device by itself.
+        """
+        mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         # A fork while a direct read is under way may leave its bytes to the other process
         # (open(2), "O_DIRECT", on fork).
         mapping.madvise(mmap.MADV_DONTFORK)
         memory = np.frombuffer(mapping, dtype=np.uint8)
+        if bring_in(memory) != 0:
+            memory[:: mmap.PAGESIZE] = 0
         address = memory.ctypes.data
         assert address % MEMORY_ALIGNMENT == 0
         return Region(address, nbytes, memory)
