@@ -269,6 +269,16 @@ def test_a_placed_array_is_an_array_like_any_other(
         assert array.ctypes.data % 4096 == file_offset % 4096
 
 
+@pytest.mark.parametrize(
+    "shape", [[300, 500], np.array([300, 500]), np.int64(150_000), range(9, 12)]
+)
+@pytest.mark.parametrize("dtype", ["u1", ("f4", (4,)), "S0"])
+def test_a_shape_is_whatever_numpy_takes_for_one(shape: Any, dtype: Any) -> None:
+    # It was taken for a tuple or a number, so that a list of large lengths was a TypeError.
+    array, plain = placed_empty(shape, dtype), np.empty(shape, dtype)
+    assert (array.shape, array.dtype) == (plain.shape, plain.dtype)
+
+
 def test_a_real_file_comes_right_however_it_lies(
     mode: Any, make_loader: Callable[..., gpuq.Loader], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import operator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls hold no interpreter lock
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-
 _LEAST_PLACED = 64 << 10
 
 
@@ -30,16 +30,24 @@ def placed_empty(shape: Any, dtype: Any, file_offset: int = 0) -> Any:
     """Return an uninitialized NumPy array that lies in its pages as in a file at an offset.
 
     Small ones lie where NumPy puts them, and so does one whose elements do not stand in the file
-    as the processor wants them.
+    as the processor wants them, or are arrays themselves.
     """
     kind = np.dtype(dtype)
-    nbytes = kind.itemsize * math.prod(shape if isinstance(shape, tuple) else (shape,))
+    nbytes = kind.itemsize * math.prod(_dimensions(shape))
     place = file_offset % mmap.PAGESIZE
-    if nbytes < _LEAST_PLACED or kind.hasobject or place % kind.alignment:
+    is_plain = not kind.hasobject and kind.subdtype is None
+    if nbytes < _LEAST_PLACED or not is_plain or place % kind.alignment:
         return np.empty(shape, kind)
     memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
     skip = (place - memory.ctypes.data) % mmap.PAGESIZE
     return memory[skip : skip + nbytes].view(kind).reshape(shape)
+
+
+def _dimensions(shape: Any) -> tuple[int, ...]:
+    try:
+        return (operator.index(shape),)
+    except TypeError:
+        return tuple(int(length) for length in shape)
 
 
 def bring_in(array: Any) -> int:
