@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gpuq.formats import ArrayEntry, ArrayFile
+from gpuq.host.choice import keep_forever
 from gpuq.host.direct_file import OpenFile
 from gpuq.host.service import Service
 from gpuq.kernels.stream import Stream
@@ -79,21 +80,33 @@ class Source:
         self.name = name
         self._service = service
         self._file: OpenFile | None = file
+        self._is_leaving = False
 
     @property
     def is_open(self) -> bool:
         """Whether kernels may still read it."""
-        return self._file is not None
+        return self._file is not None and not self._is_leaving
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether the file is closed: no request that was admitted uses it any more."""
+        return self._file is None
 
     def close(self) -> None:
         """Refuse new requests, wait for those admitted, and close the file. Twice is harmless."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                self._service.close_entry(self._service.sources, self.handle)
-            except BaseException:
-                self._file = file
-                raise
+        with self._service.lock:
+            file = self._file
+            if file is None or self._is_leaving:
+                return
+            self._is_leaving = True
+        try:
+            self._service.close_entry(self._service.sources, self.handle)
+        except BaseException:
+            self._is_leaving = False
+            raise
+        self._file = None
+        # A read that begins later would be one of whatever gets the descriptor's number next.
+        if not self._service.may_begin_reads:
             file.close()
 
     def __enter__(self) -> Source:
@@ -218,12 +231,18 @@ class Destination:
         self.name = name
         self.is_for_kernels = True
         self._owner = owner
+        self._is_leaving = False
         self._service = service
 
     @property
     def is_registered(self) -> bool:
         """Whether kernels may still have bytes put there."""
-        return self._owner is not None
+        return self._owner is not None and not self._is_leaving
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether nothing is put there any more."""
+        return self._owner is None
 
     def unregister(self) -> None:
         """Refuse new requests, wait for those admitted, and let the array go. Twice is harmless."""
@@ -236,19 +255,27 @@ class Destination:
 
 def unregister_all(destinations: Iterable[Destination]) -> None:
     """Unregister destinations of one loader, with one wait for all of them."""
-    held = [(destination, destination._owner) for destination in destinations]
-    held = [(destination, owner) for destination, owner in held if owner is not None]
-    if not held:
+    given = list(destinations)
+    if not given:
         return
-    for destination, _ in held:
-        destination._owner = None
-    service = held[0][0]._service
+    service = given[0]._service
+    with service.lock:
+        leaving = [destination for destination in given if destination.is_registered]
+        for destination in leaving:
+            destination._is_leaving = True
+    if not leaving:
+        return
     try:
-        service.close_entry(service.destinations, *(each.handle for each, _ in held))
+        service.close_entry(service.destinations, *(each.handle for each in leaving))
     except BaseException:
-        for destination, owner in held:
-            destination._owner = owner
+        for destination in leaving:
+            destination._is_leaving = False
         raise
+    if service.is_dirty:
+        # Nobody waits any more for the reads and copies that a poller left behind when it died.
+        keep_forever([destination._owner for destination in leaving])
+    for destination in leaving:
+        destination._owner = None
 
 
 @dataclass(frozen=True)

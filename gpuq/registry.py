@@ -283,6 +283,7 @@ class Registry:
     ) -> Any:
         """Return the entry that `wanted` means: itself, the one of this name, or the first."""
         self._prune()
+        known = {handle: entry for handle, entry in known.items() if not entry._is_leaving}
         if wanted is None:
             if not known:
                 raise error(f"no {what} is open in this loader")
@@ -298,8 +299,10 @@ class Registry:
         return wanted
 
     def _prune(self) -> None:
-        """Forget entries that were closed."""
-        for handle in [h for h, source in self._sources.items() if not source.is_open]:
-            del self._sources[handle]
-        for handle in [h for h, d in self._destinations.items() if not d.is_registered]:
-            del self._destinations[handle]
+        """Forget entries that were let go.
+
+        Not one that is still being closed: where that is interrupted, requests may use it.
+        """
+        for known in (self._sources, self._destinations):
+            for handle in [handle for handle, entry in known.items() if entry.is_let_go]:
+                del known[handle]

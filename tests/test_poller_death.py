@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -23,7 +25,7 @@ from lives import (
 )
 
 import gpuq
-from gpuq.host import service
+from gpuq.host import service, tables
 from gpuq.layout import STATE, State, Status
 from gpuq.testing import copiers, readers
 
@@ -192,3 +194,103 @@ def test_leaving_with_after_a_death_raises_it(
 
     with pytest.raises(gpuq.PollerDiedError, match="the script says so"):
         body()
+
+
+# --- what a read that went straight still writes to -------------------------------------------
+
+
+def read_straight(
+    make_scripted: MakeScripted, path: Path
+) -> tuple[gpuq.Loader, readers.ScriptedReader, gpuq.Source, gpuq.Destination]:
+    """Return a loader whose read to a destination does not end before the test's end."""
+    loader, reader = make_scripted(DATA, gate=CLOSED_GATE, straight_bytes=1, direct="off")
+    array, source, destination = handles(loader, path)
+    Compiled.post(loader.queue, source.handle, destination.handle, 0, 4000, 0)
+    until(lambda: reader.words[readers.FLUSHED] == 1)
+    assert reader.log[0, readers.ADDRESS] == array.ctypes.data
+    return loader, reader, source, destination
+
+
+def let_die(loader: gpuq.Loader, reader: readers.ScriptedReader, source: int, to: int) -> None:
+    """Have a reader fail while it holds a read."""
+    reader.words[readers.FLUSH_ERRNO] = errno.EBADF
+    Compiled.post(loader.queue, source, to, 0, 10, 0)
+    until(lambda: not loader._service.is_serving)
+
+
+@pytest.mark.parametrize("how", ["unregister", "close", "forget"])
+def test_an_array_is_kept_that_a_dead_pollers_read_may_still_write_to(
+    make_scripted: MakeScripted, payload_path: Path, how: str
+) -> None:
+    # Where somebody was waiting for `unregister`, it was let go as soon as the poller was dead.
+    loader, reader, source, destination = read_straight(make_scripted, payload_path)
+    array = weakref.ref(destination.array)
+    table, handle = loader._service.destinations, destination.handle
+    if how == "unregister":
+        closing = InThread(destination.unregister)
+        until(lambda: table.word(handle, tables.HANDLE) == 0)
+    other = loader.register(np.zeros(10, np.uint8))
+    let_die(loader, reader, source.handle, other.handle)
+    if how == "unregister":
+        closing.result()
+        assert not destination.is_registered
+    elif how == "close":
+        with pytest.raises(gpuq.PollerDiedError):
+            loader.close()
+    else:
+        loader._finalizer()
+    del destination
+    gc.collect()
+    assert array() is not None
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_file_is_not_closed_that_a_dead_pollers_worker_may_still_read(
+    make_scripted: MakeScripted, payload_path: Path, stops: bool
+) -> None:
+    # Its number would be that of another file when the worker comes to the read.
+    loader, reader, source, destination = read_straight(make_scripted, payload_path)
+    let_die(loader, reader, source.handle, destination.handle)
+
+    class Workers:
+        def stop(self, timeout: float) -> bool:
+            return stops
+
+    loader._service.choice.workers = Workers()
+    file = source._file
+    assert file is not None
+    if stops:
+        with pytest.raises(gpuq.PollerDiedError):
+            loader.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file.buffered)
+    else:
+        source.close()
+        assert not source.is_open
+        os.fstat(file.buffered)
+        file.close()
+
+
+def test_an_array_whose_unregistering_was_interrupted_is_kept_until_the_end(
+    make_scripted: MakeScripted, payload_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The next call to `register` forgot it, while a read was under way to it.
+    loader, reader, _, destination = read_straight(make_scripted, payload_path)
+    alive = weakref.ref(destination.array)
+
+    def interrupt(seconds: float) -> None:
+        monkeypatch.undo()
+        other = loader.register(np.zeros(1))  # of another thread, while this one waits
+        assert loader._find(loader._destinations, None, KeyError, "destination") is other
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        destination.unregister()
+    del destination
+    gc.collect()
+    assert alive() is not None
+    open_gate(reader)
+    loader.close()
+    gc.collect()
+    assert alive() is None

@@ -132,6 +132,7 @@ class Service:
         self._outcome = _Outcome()
         self._reported = False
         self._released = False
+        self._is_reader_stopped = False
         _services.add(self)
         self._was_started = False
         self._was_aborted_here = False
@@ -278,7 +279,8 @@ class Service:
             if self._released:
                 return
             self._released = True
-        if not self.choice.stop(STUCK_SECONDS) or self.is_dirty:
+        self._is_reader_stopped = self.choice.stop(STUCK_SECONDS)
+        if not self._is_reader_stopped or self.is_dirty:
             keep_forever((self.device, self._memory, self.poller, self.choice))
             return
         # Views of a ring's memory keep its descriptor.
@@ -300,6 +302,11 @@ class Service:
     def is_dirty(self) -> bool:
         """Whether a read or a copy may still be under way although nobody waits for it."""
         return self._outcome.is_dirty
+
+    @property
+    def may_begin_reads(self) -> bool:
+        """Whether a worker may yet begin a read that a poller left behind when it died."""
+        return self.is_dirty and self.choice.workers is not None and not self._is_reader_stopped
 
     def finish(self) -> None:
         """End a queue that its owner forgot, or that is left when the interpreter ends.
