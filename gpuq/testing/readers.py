@@ -65,7 +65,9 @@ class ScriptedReader(NamedTuple):
     log : array of int64, shape (entries, LOG_WORDS)
         Of read n at ``n % entries``.
     data : array of uint8
-        The bytes of every file.
+        The bytes of every file, but of those in `files`.
+    files : array of int64, shape (files, 3)
+        ``(descriptor, first byte in data, bytes)``; a test may change how many bytes one has.
     """
 
     words: Any
@@ -74,10 +76,16 @@ class ScriptedReader(NamedTuple):
     waiting: Any
     log: Any
     data: Any
+    files: Any
 
 
 def make_scripted_reader(
-    data: Any, script: Any = ((READ, -1),), *, reads: int = 64, log: int = 4096
+    data: Any,
+    script: Any = ((READ, -1),),
+    *,
+    reads: int = 64,
+    log: int = 4096,
+    files: Any = (),
 ) -> ScriptedReader:
     """Build a reader over `data` that answers by `script`, oldest first, its gate open."""
     return ScriptedReader(
@@ -87,6 +95,7 @@ def make_scripted_reader(
         waiting=np.zeros(reads, dtype=np.int64),
         log=np.zeros((log, LOG_WORDS), dtype=np.int64),
         data=np.ascontiguousarray(data, dtype=np.uint8),
+        files=np.array(files, dtype=np.int64).reshape(-1, 3),
     )
 
 
@@ -153,10 +162,14 @@ def _reap(reader: Any) -> Any:
     if row[0] == FAIL:
         result = -row[1]
     else:
-        result = max(min(entry[NBYTES], len(reader.data) - entry[OFFSET]), 0)
+        first, size = 0, len(reader.data)
+        for file in reader.files:
+            if file[0] == entry[DESCRIPTOR]:
+                first, size = file[1], file[2]
+        result = max(min(entry[NBYTES], size - entry[OFFSET]), 0)
         if row[1] >= 0:
             result = min(result, row[1])
-        copy_memory(entry[ADDRESS], reader.data.ctypes.data + entry[OFFSET], result)
+        copy_memory(entry[ADDRESS], reader.data.ctypes.data + first + entry[OFFSET], result)
     entry[RESULT] = result
     entry[RANK] = words[ANSWERED] + 1
     store_release(words, ANSWERED, words[ANSWERED] + 1)
