@@ -23,7 +23,7 @@ from gpuq.host import poller as serving
 from gpuq.host import records, tables
 from gpuq.host import staging as leases
 from gpuq.host.copier import DEVICE_MEMORY, HOST_MEMORY
-from gpuq.layout import FORKS_BEGUN, FORKS_OVER, REVISION, STATE, State, Status
+from gpuq.layout import REVISION, STATE, State, Status
 from gpuq.testing import copiers, readers
 
 CAPACITY = 8
@@ -122,7 +122,6 @@ class PollerMachine(RuleBasedStateMachine):
         self.under_way: dict[int, Request] = {}
         self.is_faulty = self.is_aborted = self.is_closing = False
         self.looked_at = 0
-        self.childs_page = np.zeros(BUFFER, np.uint8)
         self.reader = readers.make_scripted_reader(
             CONTENT, [(readers.READ, -1)] * SCRIPTED, reads=buffers, files=[(0, 0, 0)] * 2 * FILES
         )
@@ -287,25 +286,6 @@ class PollerMachine(RuleBasedStateMachine):
         count = int(self.poller.cursor[records.COPIES])
         if count:
             self.copier.ends[self.poller.copying[which % count]] = 1
-
-    @rule()
-    def begin_fork(self) -> None:
-        """From now on a direct read of which an array is the target may miss it."""
-        self.queue.control[FORKS_BEGUN] += np.uint64(1)
-        self.lead_astray()
-
-    @precondition(lambda self: self.queue.control[FORKS_BEGUN] > self.queue.control[FORKS_OVER])
-    @rule()
-    def end_fork(self) -> None:
-        self.lead_astray()
-        self.queue.control[FORKS_OVER] += np.uint64(1)
-
-    def lead_astray(self) -> None:
-        for number in self.reader.waiting[: self.reader.words[readers.WAITING]]:
-            read = self.reader.log[number % len(self.reader.log)]
-            record = self.staging.leases[read[readers.LEASE]]
-            if record[leases.IS_STRAIGHT] and record[leases.LEASE_IS_DIRECT]:
-                read[readers.ADDRESS] = self.childs_page.ctypes.data
 
     # --- passes and ends ---
 
