@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import textwrap
 import threading
 import weakref
@@ -230,6 +231,34 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(
     q, s, d = loader.queue, source.handle, destination.handle
     assert Compiled.pull(q, s, d, 5, 10_005, 0) == Status.OK
     np.testing.assert_array_equal(array, payload[5:10_005])
+
+
+def test_a_lock_that_another_thread_held_at_a_fork_does_not_hold_the_child(
+    make_loader: MakeLoader, payload_path: Path
+) -> None:
+    loader = make_loader()
+    _, source, destination = handles(loader, payload_path)
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with loader._service.lock:
+            held.set()
+            over.wait(WAIT_SECONDS)
+
+    holding = InThread(hold)
+    held.wait(WAIT_SECONDS)
+
+    def child() -> None:
+        signal.alarm(20)  # instead of a wait for ever
+        source.close()
+        destination.unregister()
+        loader._finalizer()
+
+    try:
+        assert in_fork(child) == 0
+    finally:
+        over.set()
+        holding.result()
 
 
 def test_a_kernel_in_a_forked_child_does_not_wait_for_an_answer_that_cannot_come(

@@ -53,6 +53,8 @@ _services: weakref.WeakSet[Service] = weakref.WeakSet()
 def _abort_in_child() -> None:
     """Tell kernels of a forked child that nobody serves them; its copy of the words is its own."""
     for service in list(_services):
+        # A thread that held it is not there to let go of it.
+        service.lock = threading.RLock()
         # CUDA does not survive a fork, and its memory may not be there.
         if isinstance(service.device, CpuDevice):
             records.raise_state(service.shown, int(State.ABORTED))
