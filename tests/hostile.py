@@ -60,6 +60,7 @@ FILE_BYTES = 300_000
 LIMIT_START, LIMIT_END = 8_191, 200_001
 ROOM = 24_576  # of a destination
 GAP = 8_192
+BLOCK = 4_096  # destinations begin with one
 DESTINATIONS = 4
 
 _PENDING = int(Status.PENDING)
@@ -158,6 +159,10 @@ def attack_body(q, handles, arena, words, seed, first, last, count, counts):
             if below(state, 4) == 0:
                 start = LIMIT_END - length
                 offset = ROOM - length
+            elif below(state, 2) == 0:
+                # Its blocks may be read straight to where they go.
+                start += (offset - start) % BLOCK
+                length = min(length, LIMIT_END - start)
             words[SOURCE] = as_word(source)
             words[DESTINATION] = as_word(destination)
             words[START] = as_word(start)
@@ -288,6 +293,10 @@ def honest_body(q, source, destination, array, data, seed, stop, counts):
             length = below(state, 600) if below(state, 8) else below(state, ROOM)
             start = below(state, len(data) - length + 1)
             offset = below(state, ROOM - length + 1)
+            if below(state, 2) == 0:
+                start -= (start - offset) % BLOCK
+                start += 0 if start >= 0 else BLOCK
+                length = min(length, len(data) - start)
             array[:] = GUARD
             publish(q, ticket, source, destination, offset, start, start + length, ticket)
             spins = 0
@@ -394,7 +403,8 @@ def assault(loader: gpuq.Loader, folder: Path, count: int, seed: int) -> dict[st
     stop[0] = 1
     for thread in threads:
         thread.join()
-    statuses = loader.statistics().requests
+    statistics = loader.statistics()
+    statuses = statistics.requests
     os.close(secret)
     return {
         "submissions": int(counts[2][WRITTEN]),
@@ -404,6 +414,8 @@ def assault(loader: gpuq.Loader, folder: Path, count: int, seed: int) -> dict[st
         "honest_asked": int(counts[0][ASKED]),
         "honest_right": int(counts[0][RIGHT]),
         "statuses": statuses,
+        "merged": statistics.merged,
+        "straight": statistics.straight,
         "answered": sum(statuses.values()),
         "guards_changed": arena.changed_guards(),
         "forbidden_bytes": arena.forbidden_bytes() + int(counts[2][FORBIDDEN]),
@@ -441,13 +453,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--reader", default="auto")
+    parser.add_argument("--direct", default="auto")
+    parser.add_argument("--straight", type=int, default=0, help="the setting straight_bytes")
     parser.add_argument("--submissions", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     faulthandler.enable()
     loader = gpuq.Loader(
         target="cpu", reader=options.reader, slots=SLOTS, staging_buffers=8, staging_bytes=4096,
-        counters=COUNTERS, reader_threads=2,
+        counters=COUNTERS, reader_threads=2, direct=options.direct,
+        straight_bytes=options.straight,
     )  # fmt: skip
     with loader:
         result = assault(loader, options.folder, options.submissions, options.seed)

@@ -15,11 +15,11 @@ SUBMISSIONS = int(os.environ.get("GPUQ_HOSTILE_SUBMISSIONS", "1000000"))
 REFUSALS = ("BAD_SOURCE", "BAD_DESTINATION", "BAD_RANGE", "OUT_OF_BOUNDS", "BAD_OPTIONS")
 
 
-def assault(folder: Path, reader: str, submissions: int, seed: int) -> dict[str, Any]:
+def assault(folder: Path, reader: str, submissions: int, seed: int, *more: str) -> dict[str, Any]:
     """Run `hostile` and return its counts; a crash shows as its return code."""
     command = [
         sys.executable, Path(__file__).with_name("hostile.py"), folder, "--reader", reader,
-        "--submissions", str(submissions), "--seed", str(seed),
+        "--submissions", str(submissions), "--seed", str(seed), *more,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,3 +54,15 @@ def test_a_million_hostile_submissions_do_no_harm(
 
 def test_hostile_submissions_do_no_harm_through_reader_threads(tmp_path: Path) -> None:
     assert_harmless(assault(tmp_path, "threads", SUBMISSIONS // 20, seed=2))
+
+
+@pytest.mark.parametrize(("direct", "straight"), [("auto", "512"), ("off", "100")])
+def test_hostile_submissions_do_no_harm_where_reads_go_straight(
+    tmp_path: Path, direct: str, straight: str
+) -> None:
+    more = ("--direct", direct, "--straight", straight)
+    counts = assault(tmp_path, "auto", SUBMISSIONS // 20, 3, *more)
+    print(counts)
+    assert_harmless(counts)
+    assert counts["straight"] > 1_000_000 or direct == "auto"  # as the file system allows it
+    assert counts["merged"] > 0
