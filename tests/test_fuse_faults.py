@@ -7,21 +7,26 @@ test waits for has a bound, and the server's gates are opened before a loader is
 from __future__ import annotations
 
 import errno
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import system
 from asking import Asker
 from conftest import READERS, WAIT_SECONDS, Mode, note_path, skip_where_refused, until
 from fuse_faults import FaultyFiles, content, serve_faulty_files
 from kernels import Compiled
+from lives import InThread
 
 import gpuq
+from gpuq.host import service, tables
 from gpuq.layout import HEARTBEAT, Status
 from gpuq.ordering import load_acquire
 
@@ -305,7 +310,10 @@ import gpuq, numpy as np
 from gpuq.host import service
 from kernels import Compiled
 service.STUCK_SECONDS = 0.2
-loader = gpuq.Loader(target="cpu", reader=sys.argv[1], staging_buffers=4, staging_bytes=4096)
+loader = gpuq.Loader(
+    target="cpu", reader=sys.argv[1], staging_buffers=4, staging_bytes=4096,
+    straight_bytes=int(sys.argv[3]),
+)
 array = np.zeros(100, np.uint8)
 source, destination = loader.open(sys.argv[2], direct="off"), loader.register(array)
 Compiled.post(loader.queue, source.handle, destination.handle, 0, 100, 0)
@@ -315,15 +323,16 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("straight_bytes", ["0", "1"])
 def test_the_interpreter_ends_while_a_read_hangs(
-    files: FaultyFiles, name: str, reader: str
+    files: FaultyFiles, name: str, reader: str, straight_bytes: str
 ) -> None:
     skip_where_refused(Mode(reader, "off"))
     path = files.add(name, SIZE)
     files.gate(name, of="reads", closed=True)
     prelude = f"import sys; sys.path.insert(0, {system.TESTS!r})\n"
     process = subprocess.Popen(
-        [sys.executable, "-c", prelude + LEFT_OPEN, reader, str(path)],
+        [sys.executable, "-c", prelude + LEFT_OPEN, reader, str(path), straight_bytes],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -340,3 +349,105 @@ def test_the_interpreter_ends_while_a_read_hangs(
         files.open_all_gates()
         process.kill()
         process.wait(WAIT_SECONDS)
+
+
+# --- reads that go straight to the destination ---
+
+
+@pytest.fixture(params=READERS)
+def straight(request: pytest.FixtureRequest, make_loader: Callable[..., gpuq.Loader]) -> Asker:
+    """Each reader, all of whose reads go straight; of this file system only buffered ones do."""
+    skip_where_refused(Mode(request.param, "off"))
+    given = {"reader": request.param, "direct": "off", "reader_threads": 6}
+    return Asker(make_loader(**given, staging_bytes=BUFFER, straight_bytes=1), 2 * SIZE)
+
+
+def assert_all_went_straight(loader: gpuq.Loader) -> None:
+    statistics = loader.statistics()
+    assert statistics.straight == statistics.bytes > 0
+
+
+@pytest.mark.parametrize("most", [5000, 1000])
+def test_short_reads_that_go_straight(
+    straight: Asker, files: FaultyFiles, name: str, most: int
+) -> None:
+    rows = [(0, SIZE, 0), (1, 100, SIZE), (SIZE - 5, SIZE, SIZE + 200)]
+    with straight.loader.open(files.add(name, SIZE, most=most)) as source:
+        assert straight.pull(source, rows) == [Status.OK] * 3
+        straight.assert_holds(rows, DATA)
+    assert_all_went_straight(straight.loader)
+
+
+@pytest.mark.parametrize("real", [0, 100, 3 * BUFFER + 5])
+def test_a_file_that_shrinks_under_reads_that_go_straight(
+    straight: Asker, files: FaultyFiles, name: str, real: int
+) -> None:
+    with straight.loader.open(files.add(name, SIZE, real=real)) as source:
+        assert straight.pull(source, [(3, SIZE, 1000)]) == [Status.END_OF_FILE]
+        for at, nbytes in straight.taken().items():
+            assert at >= 1000
+            assert at + nbytes <= 1000 + real - 3
+        if real:
+            assert straight.pull(source, [(0, real, 7)]) == [Status.OK]
+            straight.assert_holds([(0, real, 7)], DATA)
+
+
+def test_an_error_under_a_read_that_goes_straight(
+    straight: Asker, files: FaultyFiles, name: str
+) -> None:
+    bad = 3 * BUFFER + 100
+    with straight.loader.open(files.add(name, SIZE, number=errno.EIO, at=bad)) as source:
+        assert straight.answer(straight.post(source, 0, SIZE)) == (Status.READ_FAILED, errno.EIO)
+        for at, nbytes in straight.taken().items():
+            assert at + nbytes <= 3 * BUFFER or at >= 4 * BUFFER
+        rows = [(0, bad, 0), (bad + 1, SIZE, bad + 1)]
+        assert straight.pull(source, rows) == [Status.OK] * 2
+        straight.assert_holds(rows, DATA)
+    assert_all_went_straight(straight.loader)
+
+
+def test_an_array_is_unregistered_when_a_read_that_hangs_is_over(
+    straight: Asker, files: FaultyFiles, name: str
+) -> None:
+    loader = straight.loader
+    source = loader.open(files.add(name, SIZE))
+    array = np.full(BUFFER, 1, np.uint8)
+    destination = loader.register(array)
+    files.gate(name, of="reads", closed=True)
+    handles = source.handle, destination.handle
+    ticket = int(Compiled.try_post_at(loader.queue, *handles, 0, 5, 5 + BUFFER, 0))
+    until(lambda: files.seen(name)["held"], "the read to be held")
+    closing = InThread(lambda: (destination.unregister(), source.close()))
+    table = loader._service.destinations
+    until(lambda: table.word(destination.handle, tables.HANDLE) == 0)
+    assert_served(straight, files)
+    begun = passes(loader)
+    until(lambda: passes(loader) > begun + 100, "the poller to go on")
+    assert closing.is_running
+    files.gate(name, of="reads", closed=False)
+    closing.result()
+    assert straight.answer(ticket) == (Status.OK, 0)
+    assert array.tobytes() == DATA[5 : 5 + BUFFER]
+
+
+def test_an_array_is_kept_when_a_loader_is_forgotten_whose_straight_read_never_ends(
+    straight: Asker, files: FaultyFiles, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STUCK_SECONDS", 0.05)
+    reader = straight.loader.config.reader
+    loader = gpuq.Loader(target="cpu", slots=4, reader=reader, reader_threads=1, straight_bytes=1)
+    source = loader.open(files.add(name, SIZE), direct="off")
+    array = np.full(BUFFER, 1, np.uint8)
+    destination = loader.register(array)
+    files.gate(name, of="reads", closed=True)
+    Compiled.post(loader.queue, source.handle, destination.handle, 0, BUFFER, 0)
+    until(lambda: files.seen(name)["held"], "the read to be held")
+    thread, memory = loader._service._thread, weakref.ref(array)
+    del loader, source, array, destination
+    gc.collect()
+    kept = memory()
+    assert kept is not None
+    assert (kept == 1).all()
+    files.gate(name, of="reads", closed=False)
+    thread.join(WAIT_SECONDS)
+    assert kept.tobytes() == DATA[:BUFFER], "the read was over before the poller was"
