@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stepping import ALIGNMENT, BUFFER, GUARD, bare_queue, read_flag
 
 import gpuq
@@ -30,6 +29,7 @@ CAPACITY = 8
 ROOM = 1 << 17
 FILE_BYTES = 40_000
 FILES = 3
+FITS, BEYOND, STALE = range(3)
 CONTENT = np.random.default_rng(11).integers(0, 256, FILES * FILE_BYTES, dtype=np.uint8)
 CONTENT[CONTENT == GUARD] = 0
 SCRIPTED = 400  # outcomes that are set in advance; more reads than that bring all
@@ -97,25 +97,18 @@ class Request:
         return slice(BUFFER + self.offset, BUFFER + self.offset + self.end - self.start)
 
 
-class PollerMachine(RuleBasedStateMachine):
-    """Drives one poller by hand; `check` compares all of memory with the model."""
+class World:
+    """One poller that is driven by hand; `check` compares all of memory with the model."""
 
-    @initialize(
-        buffers=st.sampled_from([1, 2, 3, 6, 24]),
-        merge_bytes=st.sampled_from([0, 1024, BUFFER]),
-        straight_bytes=st.sampled_from([0, 1, ALIGNMENT, 4 * ALIGNMENT]),
-        trace=st.sampled_from([0, 3]),
-        copies=st.sampled_from([copiers.AT_ONCE, copiers.LATE]),
-    )
-    def begin(
+    def __init__(
         self, buffers: int, merge_bytes: int, straight_bytes: int, trace: int, copies: int
     ) -> None:
         self.queue = bare_queue(CAPACITY)
         self._memory = np.full((buffers + 2) * BUFFER, GUARD, np.uint8)
         address = -(-int(self._memory.ctypes.data) // BUFFER) * BUFFER
         self.staging = leases.make_staging(buffers, BUFFER, address)
-        self.sources = tables.CapabilityTable(FILES, tables.SOURCE_WORDS, "source")
-        self.destinations = tables.CapabilityTable(3, tables.DESTINATION_WORDS, "destination")
+        self.sources = tables.CapabilityTable(4, tables.SOURCE_WORDS, "source")
+        self.destinations = tables.CapabilityTable(4, tables.DESTINATION_WORDS, "destination")
         self.files: list[File] = []
         self.rooms: list[Room] = []
         self.leaving: list[tuple[Any, Any]] = []
@@ -123,7 +116,7 @@ class PollerMachine(RuleBasedStateMachine):
         self.is_faulty = self.is_aborted = self.is_closing = False
         self.looked_at = 0
         self.reader = readers.make_scripted_reader(
-            CONTENT, [(readers.READ, -1)] * SCRIPTED, reads=buffers, files=[(0, 0, 0)] * 2 * FILES
+            CONTENT, [(readers.READ, -1)] * SCRIPTED, reads=buffers, files=[(0, 0, 0)] * 4 * FILES
         )
         self.copier = copiers.make_scripted_copier(buffers, [copies] * SCRIPTED)
         self.poller = records.make_poller(
@@ -144,33 +137,24 @@ class PollerMachine(RuleBasedStateMachine):
         self.add_room(True)
         self.add_file(True)
 
-    def teardown(self) -> None:
-        if not hasattr(self, "poller"):
-            return
-        try:
-            self.finish()
-        finally:
-            for file in self.files:
-                os.close(file.buffered)
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file.buffered)
 
     # --- what the host does ---
 
-    @precondition(lambda self: len(self.rooms) < 6)
-    @rule(is_host=st.booleans())
     def add_room(self, is_host: bool) -> None:
         index = self.destinations.reserve()
-        if index < 0:
+        if index < 0 or len(self.rooms) == 10:
             return
         room = Room(HOST_MEMORY if is_host else DEVICE_MEMORY)
         words = {tables.ADDRESS: room.address, tables.NBYTES: ROOM, tables.KIND: room.kind}
         room.handle = self.destinations.publish(index, words)
         self.rooms.append(room)
 
-    @precondition(lambda self: len(self.files) < 2 * FILES)
-    @rule(is_direct=st.booleans())
     def add_file(self, is_direct: bool) -> None:
         index = self.sources.reserve()
-        if index < 0:
+        if index < 0 or len(self.files) == 4 * FILES:
             return
         row = len(self.files)
         file = File(row, is_direct, row % FILES * FILE_BYTES)
@@ -190,7 +174,6 @@ class PollerMachine(RuleBasedStateMachine):
         )
         self.files.append(file)
 
-    @rule(which=st.integers(0, 5))
     def unregister(self, which: int) -> None:
         room = self.rooms[which % len(self.rooms)]
         if room.is_open:
@@ -198,8 +181,8 @@ class PollerMachine(RuleBasedStateMachine):
             self.destinations.retract(room.handle)
             self.queue.control[REVISION] += np.uint64(1)
             self.leaving.append((self.destinations, room))
+            self.add_room(True)
 
-    @rule(which=st.integers(0, 5))
     def close_source(self, which: int) -> None:
         file = self.files[which % len(self.files)]
         if file.is_open:
@@ -207,8 +190,8 @@ class PollerMachine(RuleBasedStateMachine):
             self.sources.retract(file.handle)
             self.queue.control[REVISION] += np.uint64(1)
             self.leaving.append((self.sources, file))
+            self.add_file(True)
 
-    @rule(which=st.integers(0, 5), size=st.integers(0, FILE_BYTES))
     def resize(self, which: int, size: int) -> None:
         file = self.files[which % len(self.files)]
         file.size, file.least = size, min(file.least, size)
@@ -217,50 +200,38 @@ class PollerMachine(RuleBasedStateMachine):
 
     # --- what a kernel does ---
 
-    @rule(
-        which=st.integers(0, 5),
-        where=st.integers(0, 5),
-        start=st.one_of(st.integers(0, 3000), st.integers(0, FILE_BYTES)),
-        length=st.one_of(st.integers(0, 900), st.integers(0, 5 * BUFFER)),
-        shift=st.one_of(st.just(0), st.integers(0, ALIGNMENT)),
-        beyond=st.sampled_from([0, 0, 0, 0, 0, 1]),
-    )
     def post(
         self, which: int, where: int, start: int, length: int, shift: int, beyond: int
     ) -> None:
         """Ask for a part that nobody else was given; mostly one that may be read straight."""
-        file = self.files[which % len(self.files)]
-        room = self.rooms[where % len(self.rooms)]
+        files = [file for file in self.files if file.is_open or beyond == STALE]
+        rooms = [room for room in self.rooms if room.is_open or beyond == STALE]
+        if not files or not rooms:
+            return
+        file, room = files[which % len(files)], rooms[where % len(rooms)]
         offset = room.used + (start - room.address - room.used) % ALIGNMENT + shift
         # What is posted to a queue that has taken its last is answered by STATE alone.
         if offset + length > ROOM or self.poller.cursor[records.IS_SEALED]:
             return
-        if beyond:
+        if beyond == BEYOND:
             offset = ROOM - length + 1
         ticket = int(
             gpuq.try_post_at(self.queue, file.handle, room.handle, offset, start, start + length, 0)
         )
         if ticket < 0:
             return
-        refused = bool(beyond) or not (file.is_open and room.is_open)
+        refused = beyond == BEYOND or not (file.is_open and room.is_open)
         self.under_way[ticket] = Request(file, room, start, start + length, offset, refused)
-        if not beyond:
+        if beyond != BEYOND:
             room.used = offset + length
 
-    @rule(
-        which=st.integers(0, 5),
-        where=st.integers(0, 5),
-        start=st.integers(0, 3000),
-        lengths=st.lists(st.integers(1, 700), min_size=2, max_size=6),
-    )
     def post_neighbours(self, which: int, where: int, start: int, lengths: list[int]) -> None:
         for length in lengths:
-            self.post(which, where, start, length, 1, 0)
+            self.post(which, where, start, length, 1, FITS)
             start += length
 
     # --- what reads and copies do ---
 
-    @rule(outcomes=st.lists(OUTCOMES, min_size=1, max_size=5), ahead=st.integers(0, 3))
     def script_reads(self, outcomes: list[tuple[int, int]], ahead: int) -> None:
         first = int(self.reader.words[readers.ANSWERED]) + ahead
         for number, outcome in enumerate(outcomes, first):
@@ -268,7 +239,6 @@ class PollerMachine(RuleBasedStateMachine):
                 self.reader.script[number] = outcome
                 self.is_faulty = True
 
-    @rule(outcomes=st.lists(COPIES, min_size=1, max_size=5))
     def script_copies(self, outcomes: list[int]) -> None:
         first = int(self.copier.words[copiers.STARTED])
         for number, outcome in enumerate(outcomes, first):
@@ -276,12 +246,10 @@ class PollerMachine(RuleBasedStateMachine):
                 self.copier.script[number] = outcome
                 self.is_faulty = True
 
-    @rule(is_closed=st.booleans(), is_backwards=st.booleans())
     def turn_gate(self, is_closed: bool, is_backwards: bool) -> None:
         self.reader.words[readers.GATE] = is_closed
         self.reader.words[readers.ORDER] = is_backwards
 
-    @rule(which=st.integers(0, 23))
     def end_a_copy(self, which: int) -> None:
         count = int(self.poller.cursor[records.COPIES])
         if count:
@@ -289,7 +257,6 @@ class PollerMachine(RuleBasedStateMachine):
 
     # --- passes and ends ---
 
-    @rule(passes=st.integers(1, 4))
     def step(self, passes: int) -> None:
         for _ in range(passes):
             serving.poll_once(self.poller)
@@ -297,10 +264,8 @@ class PollerMachine(RuleBasedStateMachine):
             self.take_answers()
             self.let_go()
 
-    @precondition(lambda self: len(self.under_way) > 2)
-    @rule(is_abort=st.booleans(), odds=st.integers(0, 5))
     def end(self, is_abort: bool, odds: int) -> None:
-        if odds:
+        if odds or len(self.under_way) < 3:
             return
         self.is_aborted |= is_abort
         self.is_closing = True
@@ -399,10 +364,7 @@ class PollerMachine(RuleBasedStateMachine):
             table.recycle(entry.handle)
         self.leaving = left
 
-    @invariant()
     def check(self) -> None:
-        if not hasattr(self, "poller"):
-            return
         pending: dict[int, list[Request]] = {}
         for request in self.under_way.values():
             pending.setdefault(id(request.room), []).append(request)
@@ -426,7 +388,71 @@ class PollerMachine(RuleBasedStateMachine):
             assert self.queue.control[STATE] == State.ABORTED
 
 
-PollerMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("GPUQ_POLLER_STATES", "60")), stateful_step_count=40
+numbers = st.integers(0, 5)
+POST = st.fixed_dictionaries(
+    {
+        "which": numbers,
+        "where": numbers,
+        "start": st.sampled_from([0, 1, 300, 512, 4096, 7000, 20_000, FILE_BYTES - 6000]),
+        "length": st.sampled_from([0, 1, 512, 700, 1024, 3000, 4096, 4097, 6000, 9000, 20_000]),
+        "shift": st.sampled_from([0, 0, 0, 1, 300]),
+        "beyond": st.sampled_from([FITS] * 12 + [BEYOND, STALE]),
+    }
 )
-TestPollerStates = PollerMachine.TestCase
+NEIGHBOURS = st.fixed_dictionaries(
+    {
+        "which": numbers,
+        "where": numbers,
+        "start": st.integers(0, 3000),
+        "lengths": st.lists(st.integers(1, 700), min_size=2, max_size=6),
+    }
+)
+READS = st.lists(OUTCOMES, min_size=1, max_size=5)
+OFTEN: dict[str, Any] = {
+    "post": POST,
+    "post_neighbours": NEIGHBOURS,
+    "step": st.fixed_dictionaries({"passes": st.integers(1, 4)}),
+    "end_a_copy": st.fixed_dictionaries({"which": st.integers(0, 23)}),
+}
+SELDOM: dict[str, Any] = {
+    "add_room": st.fixed_dictionaries({"is_host": st.booleans()}),
+    "add_file": st.fixed_dictionaries({"is_direct": st.booleans()}),
+    "unregister": st.fixed_dictionaries({"which": numbers}),
+    "close_source": st.fixed_dictionaries({"which": numbers}),
+    "resize": st.fixed_dictionaries({"which": numbers, "size": st.integers(0, FILE_BYTES)}),
+    "script_reads": st.fixed_dictionaries({"outcomes": READS, "ahead": st.integers(0, 3)}),
+    "script_copies": st.fixed_dictionaries({"outcomes": st.lists(COPIES, max_size=5)}),
+    "turn_gate": st.fixed_dictionaries({"is_closed": st.booleans(), "is_backwards": st.booleans()}),
+    "end": st.fixed_dictionaries({"is_abort": st.booleans(), "odds": st.integers(0, 15)}),
+}
+
+
+def acts_of(kinds: dict[str, Any]) -> Any:
+    return st.one_of([st.tuples(st.just(name), given) for name, given in kinds.items()])
+
+
+PLANS = st.lists(
+    st.tuples(acts_of(OFTEN), acts_of(OFTEN), acts_of(OFTEN), acts_of(SELDOM)),
+    min_size=6, max_size=25,
+)  # fmt: skip
+
+
+@settings(max_examples=int(os.environ.get("GPUQ_POLLER_STATES", "60")))
+@given(
+    plan=PLANS,
+    buffers=st.sampled_from([1, 2, 3, 6, 24]),
+    merge_bytes=st.sampled_from([0, 1024, BUFFER]),
+    straight_bytes=st.sampled_from([0, 1, ALIGNMENT, 4 * ALIGNMENT]),
+    trace=st.sampled_from([0, 3]),
+    copies=st.sampled_from([copiers.AT_ONCE, copiers.LATE]),
+)
+def test_whatever_happens_in_whatever_order_no_byte_is_wrong(plan: Any, **given: int) -> None:
+    world = World(**given)
+    try:
+        for acts in plan:
+            for name, arguments in acts:
+                getattr(world, name)(**arguments)
+                world.check()
+        world.finish()
+    finally:
+        world.close()
