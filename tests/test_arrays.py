@@ -140,12 +140,55 @@ def test_streams_and_tables_have_the_rows_of_an_array_and_no_others(
         stream.close()
 
 
+def first_status(index, size, q, stream, first, last, statuses):
+    gpuq.stream_open(q, stream, index, first, last)
+    status, _, tile = gpuq.stream_next(q, stream, index)
+    gpuq.stream_close(q, stream, index)
+    statuses[0], statuses[1] = status, len(tile)
+
+
+@everywhere
+def test_a_walk_beyond_an_array_does_not_give_the_bytes_of_its_neighbours(
+    loader: gpuq.Loader, tmp_path: Path
+) -> None:
+    tensors = {name: ("U8", [100], random_bytes(100, 7)) for name in ("before", "rows", "after")}
+    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    with loader.open_arrays(path) as arrays:
+        stream = loader.stream(arrays["rows"], 10)
+        statuses = loader.array(np.zeros(2, np.int64))
+        bad = int(Status.OUT_OF_BOUNDS)
+        for first, last, expected in (
+            (90, 100, [0, 10]), (91, 101, [bad, 0]), (-1, 9, [bad, 0]), (100, 110, [bad, 0]),
+            (-(2**61), 2**61, [bad, 0]), (2**61, 2**61 + 5, [bad, 0]), (100, 100, [0, 0]),
+        ):  # fmt: skip
+            loader.launch(first_status, 1, loader.queue, stream, first, last, statuses)
+            loader.synchronize()
+            assert loader.to_numpy(statuses).tolist() == expected, (first, last)
+        stream.close()
+
+
 # --- in memory: where and how much ---------------------------------------------------------------
 
 
 def test_a_limit_counts_the_arrays_that_are_asked_for(loader: gpuq.Loader, index: Path) -> None:
     loaded = loader.load(index, ["one.1", "two.2"], memory_limit=203)
     assert sum(array.nbytes for array in loaded.values()) == 203
+
+
+def test_names_that_can_be_walked_once_are_all_found(loader: gpuq.Loader, index: Path) -> None:
+    """A generator was used up by the search for names that are missing, and nothing was loaded."""
+    names = ["two.1", "one.0"]
+    assert list(loader.load(index, (name for name in names))) == names
+    with loader.open_arrays(index, iter(names)) as arrays:
+        assert list(arrays) == names
+    with pytest.raises(KeyError, match="no array 'x'"):
+        loader.load(index, iter(["two.1", "x"]))
+
+
+def test_numbers_of_numpy_are_numbers(loader: gpuq.Loader, index: Path) -> None:
+    assert len(loader.load(index, memory_limit=np.int64(10_000))) == 6
+    with pytest.raises(gpuq.ConfigError, match="this loader's arrays are on the CPU"):
+        loader.load(index, device=np.int64(0))
 
 
 def test_what_is_over_the_limit_is_refused_before_anything_is_opened(

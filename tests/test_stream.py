@@ -205,13 +205,13 @@ def test_ranges_that_are_none_are_a_status(walks: Walks) -> None:
     stream = walks.stream(10, workers=3)
     walks.run(stream, [(7, 3), (-20, -5), (495, 505)], rows=600)
     assert walks.tiles(0) == [(Status.BAD_RANGE, 7, 0), (Status.OK, 7, 0)]
-    # Row -20 is in front of the file; rows of -10 and more are, too.
+    # Rows that the stream has not: in front of its begin, and behind its end.
     assert walks.tiles(1) == [
         (Status.OUT_OF_BOUNDS, -20, 0),
         (Status.OUT_OF_BOUNDS, -10, 0),
         (Status.OK, -5, 0),
     ]
-    assert walks.tiles(2) == [(Status.END_OF_FILE, 495, 0), (Status.OK, 505, 0)]
+    assert walks.tiles(2) == [(Status.OUT_OF_BOUNDS, 495, 0), (Status.OK, 505, 0)]
     walks.assert_holds()
     stream.close()
 

@@ -36,6 +36,7 @@ STREAM_WORDS = LINE_WORDS
 
 _OK = int(Status.OK)
 _BAD_RANGE = int(Status.BAD_RANGE)
+_OUT_OF_BOUNDS = int(Status.OUT_OF_BOUNDS)
 _BAD_OPTIONS = int(Status.BAD_OPTIONS)
 _STATUS_BITS = FLAG_STATUS_MASK.bit_length()
 _ROWS_BITS = 32
@@ -86,14 +87,20 @@ def ask_for_tile(q: Any, stream: Any, worker: Any, may_block: Any) -> Any:
     tile = words[worker, _ASKED] % ring
     first = words[worker, _NEXT]
     last = min(first + stream.tiles.shape[2], words[worker, _LAST])
-    ticket = await_slot(q, 0) if may_block else claim(q)
+    if first < 0 or first > stream.rows or last > stream.rows:
+        # What lies there in the file is no row of this stream: another array, or a header.
+        ticket = -_OUT_OF_BOUNDS
+    elif may_block:
+        ticket = await_slot(q, 0)
+    else:
+        ticket = claim(q)
     if ticket >= 0:
         offset = (worker * ring + tile) * stream.tiles.shape[2] * stream.row_bytes
         start = stream.start + first * stream.row_bytes
         end = stream.start + last * stream.row_bytes
         source = words[worker, _SOURCE]
         publish(q, ticket, source, stream.destination, offset, start, end, worker)
-    elif not may_block:
+    elif ticket != -_OUT_OF_BOUNDS and not may_block:
         return False
     stream.tickets[worker, tile] = ticket
     words[worker, _NEXT] = last
@@ -155,8 +162,9 @@ def stream_open(q: Any, stream: Any, worker: Any, first: Any, last: Any) -> None
     worker : int
         Number of the calling block, less than the stream's workers; its ring of tiles.
     first, last : int
-        Rows, counted from the stream's start; see `gpuq.share`. What another walk of this worker
-        left on its way is waited for first.
+        Rows, counted from the stream's start; see `gpuq.share`. A tile with a row that the
+        stream has not is ``OUT_OF_BOUNDS``, and nothing is read for it. What another walk of
+        this worker left on its way is waited for first.
     """
     stream_open_from(q, stream, worker, stream.source, first, last)
 
