@@ -17,7 +17,7 @@ from gpuq.formats import ArrayEntry, ArrayFile, open_arrays
 from gpuq.handles import ArraySource, ArraySources, Source
 from gpuq.host.pages import bring_in, placed_empty
 from gpuq.progress import Progress, telling
-from gpuq.reading import reads_at_once, start_read
+from gpuq.reading import check_may_wait, reads_at_once, start_read
 
 _LOADED_AT_ONCE = 64
 
@@ -44,6 +44,7 @@ def load(
     memory_limit: int | None,
 ) -> dict[str, Any]:
     """Read whole arrays of a file; see `Loader.load`."""
+    check_may_wait(loader)
     check_device(loader, device)
     file = open_arrays(path)
     entries = _chosen(file, names)
@@ -98,6 +99,7 @@ def _chosen(file: ArrayFile, names: Sequence[str] | None) -> list[ArrayEntry]:
         return list(file.values())
     if isinstance(names, str):
         raise TypeError(f"tensors is a sequence of names, not one: {names!r}")
+    names = list(names)  # what can be walked only once must not come to nothing
     if missing := [name for name in names if name not in file]:
         raise KeyError(f"{file.path} has no array {missing[0]!r}; it has {', '.join(file)}")
     return [file[name] for name in dict.fromkeys(names)]
@@ -127,7 +129,7 @@ def check_device(loader: Any, device: str | int | None) -> None:
     ------
     ConfigError
     """
-    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_number = isinstance(device, int | np.integer) and not isinstance(device, bool)
     if device is not None and not is_number and device not in ("cpu", "cuda"):
         raise ConfigError(f'device must be "cpu", "cuda" or the number of a GPU, not {device!r}')
     own = "cuda" if loader.target == "cuda" else "cpu"
@@ -157,7 +159,7 @@ def check_limit(what: str, nbytes: int, limit: int | None) -> None:
     """
     if limit is None:
         return
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+    if isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 0:
         raise ConfigError(f"memory_limit must be a number of bytes, not {limit!r}")
     if nbytes > limit:
         raise MemoryLimitError(what, nbytes, limit)

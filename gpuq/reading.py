@@ -7,6 +7,7 @@ since the words of the producers lie in the GPU's memory.
 
 from __future__ import annotations
 
+import operator
 import queue
 import threading
 from collections import deque
@@ -22,6 +23,7 @@ from gpuq.errors import ClosedError, DestinationError, GpuqError, ReadError, Sou
 from gpuq.handles import Destination, Source, unregister_all
 from gpuq.host.libc import sleep_ns, sleep_precisely
 from gpuq.host.service import Service
+from gpuq.host.tables import MAX_OFFSET
 from gpuq.kernels.queue import poll
 from gpuq.kernels.ready import (
     ANSWER_ERRNO,
@@ -332,10 +334,13 @@ def _typeof(argument: Any) -> Any:
 def start_read(loader: Any, source: Source, start: int, end: int | None, out: Any) -> Future[Any]:
     """Ask for a range; see `Loader.read_async`."""
     loader.check()
+    if not isinstance(source, Source):
+        raise TypeError(f"a Source of this loader is needed, not {type(source).__name__}")
     if not source.is_open or loader._sources.get(source.handle) is not source:
         raise SourceError(f"{source!r} is not open in this loader")
-    limit = min(source.size, source.end) if end is None else end
-    if not 0 <= start <= limit:
+    start = operator.index(start)
+    limit = min(source.size, source.end) if end is None else operator.index(end)
+    if not 0 <= start <= limit <= MAX_OFFSET:
         raise SourceError(f"{source.path}: the range {start} to {limit} is none")
     array = loader.empty(limit - start) if out is None else out
     destination = loader.register(array)
@@ -356,12 +361,22 @@ def start_read(loader: Any, source: Source, start: int, end: int | None, out: An
     return future
 
 
-def read(loader: Any, source: Source, start: int, end: int | None, out: Any) -> Any:
-    """Ask for a range and wait; see `Loader.read`."""
+def check_may_wait(loader: Any) -> None:
+    """Refuse to wait for reads in the thread that makes them.
+
+    Raises
+    ------
+    RuntimeError
+    """
     if loader._host_reads().is_this_thread:
         raise RuntimeError(
             "a callback of a future cannot wait for a read: it runs in the thread that reads"
         )
+
+
+def read(loader: Any, source: Source, start: int, end: int | None, out: Any) -> Any:
+    """Ask for a range and wait; see `Loader.read`."""
+    check_may_wait(loader)
     future = start_read(loader, source, start, end, out)
     try:
         return future.result()
@@ -376,6 +391,7 @@ def read_many(
     loader: Any, source: Source, ranges: Iterable[tuple[int, int]], in_flight: int
 ) -> Iterator[tuple[int, Any]]:
     """Read ranges and give each when it has arrived; see `Loader.read_many`."""
+    check_may_wait(loader)
     most = reads_at_once(loader, in_flight)
     arrived: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     outstanding: dict[Future[Any], int] = {}
@@ -388,7 +404,7 @@ def read_many(
                 if wanted is None:
                     is_over = True
                     break
-                future = start_read(loader, source, *wanted, None)
+                future = _begun(loader, source, *wanted)
                 outstanding[future] = number
                 future.add_done_callback(arrived.put)
             if not outstanding:
@@ -399,6 +415,16 @@ def read_many(
     finally:
         for future in outstanding:
             future.cancel()
+
+
+def _begun(loader: Any, source: Source, start: int, end: int | None) -> Future[Any]:
+    """Begin to read a range; what keeps it from beginning is the future's error, for its turn."""
+    try:
+        return start_read(loader, source, start, end, None)
+    except GpuqError as error:
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        return future
 
 
 def reads_at_once(loader: Any, wanted: int) -> int:

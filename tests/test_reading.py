@@ -259,13 +259,43 @@ def test_a_read_that_the_system_refuses_is_named_with_its_errno(
 
 
 @everywhere
-@pytest.mark.parametrize(("start", "end"), [(5, 4), (-1, 4), (SIZE + 1, None)])
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [(5, 4), (-1, 4), (SIZE + 1, None), (2**62, 2**62 + 8), (2**63, 2**63 + 8), (2**70, 2**70)],
+)
 def test_a_range_that_is_none_is_refused_at_once(
     loader: gpuq.Loader, source: gpuq.Source, start: int, end: int | None
 ) -> None:
     for call in (loader.read, loader.read_async):
         with pytest.raises(gpuq.SourceError, match=f"the range {start} to .* is none"):
             call(source, start, end)
+
+
+def test_a_range_beyond_a_words_reach_does_not_end_the_thread_that_reads(
+    loader: gpuq.Loader, source: gpuq.Source, payload: Any
+) -> None:
+    """No row holds such a number: the thread broke at it, and the future was never done."""
+    for start in (2**63, 2**64, 0.5):
+        with pytest.raises((gpuq.SourceError, TypeError)):
+            loader.read_async(source, start, start + 8, np.zeros(8, np.uint8))  # type: ignore[arg-type]
+    numbers = np.uint64(0), np.int32(8)
+    np.testing.assert_array_equal(loader.read(source, *numbers), payload[:8])  # type: ignore[arg-type]
+
+
+def test_a_range_that_is_none_does_not_lose_those_before_it(
+    loader: gpuq.Loader, source: gpuq.Source, payload: Any
+) -> None:
+    reads = loader.read_many(source, [(0, 3), (5, 4)], in_flight=1)
+    number, array = next(reads)
+    assert (number, array.tobytes()) == (0, payload[:3].tobytes())
+    with pytest.raises(gpuq.SourceError, match="the range 5 to 4 is none"):
+        next(reads)
+
+
+def test_what_is_no_source_is_named(loader: gpuq.Loader, payload_path: Path) -> None:
+    for wrong in (str(payload_path), 7, None):
+        with pytest.raises(TypeError, match="a Source of this loader is needed, not "):
+            loader.read(wrong)  # type: ignore[arg-type]
 
 
 @everywhere
@@ -464,17 +494,22 @@ def test_a_callback_cannot_wait_for_another_read(
     begun: list[Future[Any]] = []
 
     def call_back(_future: Future[Any]) -> None:
-        try:
-            loader.read(source, 0, 5)
-        except RuntimeError as error:
-            errors.append(error)
+        for wait in (
+            lambda: loader.read(source, 0, 5),
+            lambda: list(loader.read_many(source, [(0, 5)])),
+            lambda: loader.load(payload_path),
+        ):
+            try:
+                wait()
+            except RuntimeError as error:
+                errors.append(error)
         begun.append(loader.read_async(source, 5, 10))
 
     loader.read_async(source, 0, 50).add_done_callback(call_back)
     reader.words[readers.GATE] = 0
     until(lambda: begun, "the callback")
     np.testing.assert_array_equal(begun[0].result(WAIT_SECONDS), payload[5:10])
-    assert len(errors) == 1
+    assert len(errors) == 3
 
 
 def test_where_the_reading_thread_breaks_nobody_waits_for_it(
