@@ -152,6 +152,18 @@ def test_each_row_of_a_run_over_the_end_of_the_file_has_its_own_status(tmp_path:
 
 
 @everywhere
+@pytest.mark.parametrize("row", [2**61, -(2**61), 2**61 - 1, 2**63 - 1, -(2**63)])
+def test_a_row_whose_place_overflows_is_not_put_elsewhere(gathers: Gathers, row: int) -> None:
+    """2**61 rows of 8 bytes are 2**64, which is 0 in a word: the rows came to the begin, OK."""
+    table = gathers.loader.table(gathers.source, gathers.destination, 8)
+    gathers.begin(table, [3, 9, 10], row)
+    gathers.loader.synchronize()
+    # The last row in front of the destination is followed by its first one, if it is 0.
+    assert list(gathers.statuses) == [Status.OUT_OF_BOUNDS] * 3
+    assert (gathers.out == UNTOUCHED).all()
+
+
+@everywhere
 def test_rows_that_the_destination_has_no_room_for_say_so(gathers: Gathers) -> None:
     indices = [10, 11, 12, 13]
     gathers.run(gathers.table(), indices, ROOM - 2)

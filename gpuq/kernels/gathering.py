@@ -23,6 +23,7 @@ from gpuq.kernels.queue import pull_at
 from gpuq.layout import Status
 from gpuq.ordering import as_signed
 
+_MOST_BYTES = 1 << 62
 _OK = int(Status.OK)
 _PENDING = int(Status.PENDING)
 _OUT_OF_BOUNDS = int(Status.OUT_OF_BOUNDS)
@@ -72,6 +73,15 @@ def run_length(indices: Any, first: Any, rows: Any) -> Any:
 
 
 @protocol
+def place_of(table: Any, row: Any) -> Any:
+    """Return the byte of the destination where a row begins; -1, for which no room is, where none.
+
+    A product beyond 64 bits would be the place of another row.
+    """
+    return row * table.row_bytes if 0 <= row <= _MOST_BYTES // table.row_bytes else -1
+
+
+@protocol
 def mark(statuses: Any, first: Any, length: Any, status: Any) -> None:
     """Give some rows a status."""
     for i in range(first, first + length):
@@ -96,7 +106,7 @@ def post_runs(q: Any, table: Any, worker: Any, indices: Any, row: Any, statuses:
                 table.counter + worker,
                 table.source,
                 table.destination,
-                (row + first) * table.row_bytes,
+                place_of(table, row + first),
                 start,
                 start + length * table.row_bytes,
                 worker,
@@ -145,7 +155,7 @@ def settle_run(
         status = _OK
         for i in range(first, first + length, step):
             start = table.start + as_signed(indices[i]) * table.row_bytes
-            offset = (row + i) * table.row_bytes
+            offset = place_of(table, row + i)
             end = start + step * table.row_bytes
             status = pull_at(q, table.source, table.destination, offset, start, end, i)
             mark(statuses, i, step, status)
