@@ -177,6 +177,12 @@ def broken_files(folder: Path) -> dict[str, bytes]:
     whole = good.read_bytes()
     damaged = bytearray(whole)
     damaged[100:110] = bytes(10)
+    # Where an entry of the archive's directory has its flags, and the place of its file.
+    entry = whole.index(b"PK\x01\x02")
+    encrypted, misplaced = bytearray(whole), bytearray(whole)
+    encrypted[entry + 8] |= 1
+    encrypted[whole.index(b"PK\x03\x04") + 6] |= 1
+    misplaced[-6:-2] = b"\xff\xff\xff\x7f"  # of the directory itself
 
     def archive(**arrays: Any) -> bytes:
         with open(folder / "made", "wb") as file:
@@ -191,6 +197,9 @@ def broken_files(folder: Path) -> dict[str, bytes]:
         "text": b"ticket,tag\n",
         "half": whole[: len(whole) // 2],
         "damaged": bytes(damaged),
+        "encrypted": bytes(encrypted),
+        "misplaced": bytes(misplaced),
+        "deep": archive(records=records, about=np.array("[" * 100_000)),
         "another archive": archive(x=np.zeros(3)),
         "objects": archive(records=np.array([{}], object), about=text),
         "no text": archive(records=records, about=np.zeros(3)),
@@ -203,6 +212,23 @@ def broken_files(folder: Path) -> dict[str, bytes]:
         "backwards": archive(records=made_of(record(completed_ns=5)).records, about=text),
         "no sources": archive(records=records, about=np.array(json.dumps(about | {"sources": 3}))),
     }
+
+
+def test_whatever_byte_of_a_trace_is_damaged_it_is_refused_or_read(tmp_path: Path) -> None:
+    """A flag that says encrypted, a place that cannot be: these came as other errors."""
+    path = tmp_path / "trace"
+    gpuq.trace.save(made_of(record()), path)
+    whole = path.read_bytes()
+    refused = 0
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            gpuq.trace.load(path)
+        except gpuq.FormatError:
+            refused += 1
+    assert refused > len(whole) // 2
 
 
 def test_what_is_no_trace_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import struct
 import zipfile
 import zlib
 from typing import Any
@@ -59,9 +61,14 @@ def load(path: str | os.PathLike[str]) -> Trace:
                 records, about = archive["records"], json.loads(str(archive["about"]))
             trace = _understand(records, about)
         except (
-            ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError,
-            OverflowError, zipfile.BadZipFile, zlib.error,
+            ValueError, KeyError, TypeError, AttributeError, EOFError, OverflowError,
+            RuntimeError,  # of JSON too deep, and of zipfile: a bit says that it is encrypted
+            zipfile.BadZipFile, zlib.error, struct.error,
+            OSError,  # of a place in the archive that cannot be: the file itself is open
         ) as error:  # fmt: skip
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                error.filename = error.filename or name
+                raise
             reason = str(error) if isinstance(error, FormatError) else "damaged"
             raise FormatError(f"{name}: this is no trace that can be read: {reason}") from None
     return trace
