@@ -31,6 +31,20 @@ def test_every_example_is_right_in_the_simulator(tmp_path: Path) -> None:
     assert_examples_are_right(tmp_path, "simulator")
 
 
+@pytest.mark.skipif(SIMULATED, reason="test_every_example... has the simulator")
+def test_a_truncated_first_shard_does_not_shorten_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stream took its rows from the first file, and half of each other shard was dropped."""
+    script = EXAMPLES["sums_of_whole_shards"].replace("TRUNCATED = 5", "TRUNCATED = 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPUQ_TARGET", "cpu")
+    exec(compile(script, "example.py", "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    assert "every sum is right: True" in said
+    assert said.count("shard-00.f64 was skipped: END_OF_FILE") == said.count("skipped") == 1
+
+
 # --- what stands in a body ------------------------------------------------------------------------
 
 
