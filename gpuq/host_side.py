@@ -137,7 +137,7 @@ class HostSide(Registry):
         >>> kernel(loader.queue, w.handle, w.start, w.end, tile.handle)  # doctest: +SKIP
         """
         self._service.check()
-        return arrays.open_sources(self, os.fspath(path), tensors, dtype, shape, direct)
+        return arrays.open_sources(self, os.fsdecode(path), tensors, dtype, shape, direct)
 
     def load(
         self,
@@ -189,7 +189,7 @@ class HostSide(Registry):
             From the headers, from opening, and from reading.
         """
         self._service.check()
-        return arrays.load(self, os.fspath(path), tensors, device, progress, memory_limit)
+        return arrays.load(self, os.fsdecode(path), tensors, device, progress, memory_limit)
 
     def _host_reads(self) -> reading.HostReads:
         with self._service.lock:

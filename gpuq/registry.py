@@ -90,14 +90,14 @@ class Registry:
             The loader cannot be used any more.
         """
         self._service.check()
+        path = os.fsdecode(path)
         mode = self.config.direct if direct is None else direct
         if mode not in DIRECT_MODES:
             raise ConfigError(f"direct must be one of {', '.join(DIRECT_MODES)}, not {direct!r}")
         limit = MAX_OFFSET if end is None else end
         if not 0 <= start <= limit <= MAX_OFFSET:
             raise SourceError(
-                f"{os.fspath(path)}: the range {start} to {end} is none; "
-                f"0 <= start <= end <= 2**62 is needed"
+                f"{path}: the range {start} to {end} is none; 0 <= start <= end <= 2**62 is needed"
             )
         file = open_file(path, mode, self.config.staging_bytes)
         with self._service.lock:

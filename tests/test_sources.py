@@ -131,6 +131,22 @@ def test_symbolic_links_and_path_objects_work(
             assert source.path == str(tmp_path / "link")
 
 
+def test_a_path_of_bytes_is_text_in_what_is_said_of_it(
+    make_loader: MakeLoader, payload_path: Path, tmp_path: Path
+) -> None:
+    """The trace of such a source could not be saved, and formats could not judge its suffix."""
+    odd = os.fsencode(tmp_path) + b"/\xff.npy"
+    np.save(os.fsdecode(odd), np.arange(5))
+    loader = make_loader(trace=8)
+    source = loader.open(os.fsencode(payload_path))
+    assert source.path == str(payload_path)
+    loader.read(source, 0, 8)
+    np.testing.assert_array_equal(*loader.load(odd).values(), np.arange(5))
+    gpuq.trace.save(loader.trace(), tmp_path / "trace")
+    paths = set(gpuq.trace.load(tmp_path / "trace").sources.values())
+    assert paths == {str(payload_path), os.fsdecode(odd)}
+
+
 # --- direct or not ---------------------------------------------------------------------------
 
 

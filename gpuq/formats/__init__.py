@@ -70,7 +70,7 @@ def open_arrays(
     >>> entry.dtype_name, entry.shape, entry.start, entry.end   # doctest: +SKIP
     ('F32', (2, 3), 88, 112)
     """
-    place = os.fspath(path)
+    place = os.fsdecode(path)
     if dtype is not None or shape is not None:
         return open_raw(place, dtype, shape)
     suffixes = place.lower()
