@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from gpuq.errors import ConfigError, DestinationError, SourceError
 from gpuq.handles import ArraySource, Counter, Destination, Source, TileStream
 from gpuq.host.interrupting import acting_at_interrupt
+from gpuq.host.tables import MAX_OFFSET
 from gpuq.kernels.binding import bind
 from gpuq.kernels.gathering import Table
 from gpuq.kernels.queue import pull
@@ -102,6 +104,7 @@ class KernelSide(Registry):
         the others go on.
         """
         self._service.check()
+        size = operator.index(size)
         if size < 0 or threads_per_block < 1 or (threads is not None and threads < 1):
             raise ConfigError("a launch has 0 blocks or more, and at least 1 thread")
         handed = _handed(arguments)
@@ -182,9 +185,9 @@ class KernelSide(Registry):
             A number is out of its range, or the tiles in flight exceed the queue's slots.
         """
         self._service.check()
-        shape = (tile,) if isinstance(tile, int) else tuple(tile)
+        shape = tuple(map(operator.index, tile if isinstance(tile, Iterable) else (tile,)))
         row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
-        if not shape or not 0 < shape[0] <= MOST_TILE_ROWS or row_bytes < 1:
+        if not shape or min(shape) < 1 or shape[0] > MOST_TILE_ROWS or row_bytes < 1:
             raise ConfigError(f"a tile of shape {shape} has no rows, or too many")
         if tiles_in_flight < 1 or not 0 < workers <= MOST_TILES // (tiles_in_flight + 1):
             raise ConfigError("tiles_in_flight and workers must be at least 1, and not millions")
@@ -195,7 +198,7 @@ class KernelSide(Registry):
                 f"{ring * workers} slots; there are {self.config.slots} (setting slots)"
             )
         first, limit = _rows_of(source, start, end)
-        if not 0 <= first <= limit:
+        if not 0 <= first <= limit <= MAX_OFFSET:
             raise ConfigError(f"{source.path}: the range {first} to {limit} is none")
         device = self._service.device
         tiles = device.filled((workers, ring, *shape), dtype, 0)
@@ -242,7 +245,8 @@ class KernelSide(Registry):
         """
         self._service.check()
         first, limit = _rows_of(source, start, end)
-        if row_bytes < 1 or workers < 1 or not 0 <= first <= limit:
+        row_bytes, workers = operator.index(row_bytes), operator.index(workers)
+        if row_bytes < 1 or workers < 1 or not 0 <= first <= limit <= MAX_OFFSET:
             raise ConfigError(
                 f"{source.path}: no table of rows of {row_bytes} bytes from {first} to {limit} "
                 f"for {workers} workers"
@@ -314,6 +318,6 @@ def _handed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def _rows_of(source: Source | ArraySource, start: int | None, end: int | None) -> tuple[int, int]:
     """Return the range that rows lie in, by default what the source has and may be asked for."""
     return (
-        source.start if start is None else start,
-        min(source.size, source.end) if end is None else end,
+        source.start if start is None else operator.index(start),
+        min(source.size, source.end) if end is None else operator.index(end),
     )

@@ -151,6 +151,18 @@ def test_each_row_of_a_run_over_the_end_of_the_file_has_its_own_status(tmp_path:
         gathers.assert_holds([1, 2, 3], [Status.OK] * 3)
 
 
+@pytest.mark.parametrize("given", [{"row_bytes": 2.5}, {"workers": 2.0}, {"end": 9.0}])
+def test_a_broken_number_of_workers_does_not_break_the_counters(
+    gathers: Gathers, given: Any
+) -> None:
+    """It was added to the number of the next counter, whose handle no kernel took from then on."""
+    with pytest.raises(TypeError, match="integer"):
+        gathers.loader.table(
+            gathers.source, gathers.destination, given.pop("row_bytes", COLUMNS), **given
+        )
+    assert type(gathers.loader.counter().handle) is int
+
+
 @everywhere
 @pytest.mark.parametrize("row", [2**61, -(2**61), 2**61 - 1, 2**63 - 1, -(2**63)])
 def test_a_row_whose_place_overflows_is_not_put_elsewhere(gathers: Gathers, row: int) -> None:
@@ -198,6 +210,7 @@ def test_what_cannot_be_told_apart_is_not_read(
         ({"row_bytes": 0}, "rows of 0 bytes"),
         ({"workers": 0}, "for 0 workers"),
         ({"start": -1}, "from -1"),
+        ({"end": 2**70}, "to 1180591620717411303424"),
         ({"start": 8000}, "from 8000 to"),
         ({"start": 9, "end": 8}, "from 9 to 8"),
         ({"workers": 5000}, "5000 more were"),

@@ -58,6 +58,8 @@ def test_no_blocks_are_no_launch() -> None:
             size = given.pop("size")
             with pytest.raises(gpuq.ConfigError, match="a launch has"):
                 loader.launch(note, size, out, **given)
+        with pytest.raises(TypeError, match="integer"):
+            loader.launch(note, 1.5, out)  # type: ignore[arg-type]
     assert not out.any()
 
 

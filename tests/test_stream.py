@@ -216,6 +216,18 @@ def test_ranges_that_are_none_are_a_status(walks: Walks) -> None:
     stream.close()
 
 
+@pytest.mark.parametrize("given", [{"tile": 2.5}, {"tile": (2, 0.5)}, {"start": 0.5, "end": 9.5}])
+def test_a_stream_of_broken_numbers_is_refused(walks: Walks, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        walks.loader.stream(walks.source, **{"tile": 4} | given)
+
+
+def test_a_tile_may_be_a_number_of_numpy(walks: Walks) -> None:
+    stream = walks.loader.stream(walks.source, np.int64(4))  # type: ignore[arg-type]
+    assert stream.handle.tiles.shape == (1, 3, 4)
+    stream.close()
+
+
 @everywhere
 def test_a_worker_that_the_stream_has_no_tiles_for_gets_none(walks: Walks) -> None:
     """Blocks more than workers: their rings would lie behind the stream's arrays."""
@@ -272,6 +284,8 @@ def test_a_stream_of_a_source_with_limits_lies_within_them(walks: Walks) -> None
         (10, {"start": 4000}, "the range 4000 to 3516 is none"),
         (10, {"start": -1}, "the range -1 to 3516 is none"),
         (10, {"start": 9, "end": 8}, "the range 9 to 8 is none"),
+        (10, {"end": 1 << 70}, "is none"),
+        ((4, -2, -3), {}, "no rows"),
     ],
 )
 def test_a_stream_that_cannot_be_is_refused(
