@@ -406,6 +406,23 @@ def test_an_error_under_a_read_that_goes_straight(
     assert_all_went_straight(straight.loader)
 
 
+def test_a_size_that_hangs_is_not_asked_for_one_piece_past_the_end(
+    straight: Asker, files: FaultyFiles, name: str, payload_path: Path, payload: Any
+) -> None:
+    # It was, since the piece might go straight, and every other request waited for the answer.
+    source = straight.loader.open(files.add(name, 50))
+    files.gate(name, of="sizes", closed=True)
+    files.gate(name, of="reads", closed=True)
+    ticket = straight.post(source, 0, 100)
+    with straight.loader.open(payload_path) as other:
+        assert straight.pull(other, [(3, 1000, SIZE)]) == [Status.OK]
+    straight.assert_holds([(3, 1000, SIZE)], payload.tobytes())
+    files.open_all_gates()
+    assert straight.answer(ticket) == (Status.END_OF_FILE, 0)
+    assert straight.taken() == {}
+    source.close()
+
+
 def test_an_array_is_unregistered_when_a_read_that_hangs_is_over(
     straight: Asker, files: FaultyFiles, name: str
 ) -> None:

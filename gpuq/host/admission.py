@@ -214,12 +214,17 @@ def examine(p: Any, request: Any, base: Any) -> Any:
         != 0
     )
     request[MAY_GO_STRAIGHT] = 1 if may_go_straight else 0
-    if may_go_straight or end - begin > p.staging.buffer_bytes:
+    has_pieces = end - begin > p.staging.buffer_bytes
+    if may_go_straight or has_pieces:
         # More than one piece, or none that is judged before it is in the destination: nothing
         # must be written there where the end is missing already.
         # What the system remembers is asked first, which never waits for a server.
         size = cached_size_of(p.sources[source_base + BUFFERED_DESCRIPTOR])
-        if size < end:
+        if 0 < size < end and not has_pieces:
+            # Staged, it is judged by its read, and no other request waits for a server meanwhile.
+            request[MAY_GO_STRAIGHT] = 0
+            size = end
+        elif size < end:
             size = size_of(p.sources[source_base + BUFFERED_DESCRIPTOR])
         if size < 0:
             request[ERRNO] = -size
