@@ -95,6 +95,8 @@ class KernelSide(Registry):
         ------
         ConfigError
             A number is out of its range.
+        SourceError, DestinationError
+            One of the arguments is another loader's, where its handle means something else.
         ClosedError, PollerDiedError, ForkedError
             The loader cannot be used any more. Nothing was launched.
 
@@ -107,6 +109,8 @@ class KernelSide(Registry):
         size = operator.index(size)
         if size < 0 or threads_per_block < 1 or (threads is not None and threads < 1):
             raise ConfigError("a launch has 0 blocks or more, and at least 1 thread")
+        for argument in arguments:
+            self._check_owner(argument)
         handed = _handed(arguments)
         if size == 0:
             return
@@ -136,8 +140,10 @@ class KernelSide(Registry):
         Raises
         ------
         SourceError, DestinationError
-            None is open, or none has this name.
+            None is open, or none has this name; or it is another loader's.
         """
+        self._check_owner(source)
+        self._check_owner(destination)
         return bind(
             function,
             source=self._find(self._sources, source, SourceError, "source"),
@@ -183,8 +189,11 @@ class KernelSide(Registry):
         ------
         ConfigError
             A number is out of its range, or the tiles in flight exceed the queue's slots.
+        SourceError
+            `source` is another loader's.
         """
         self._service.check()
+        self._check_owner(source)
         shape = tuple(map(operator.index, tile if isinstance(tile, Iterable) else (tile,)))
         row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
         if not shape or min(shape) < 1 or shape[0] > MOST_TILE_ROWS or row_bytes < 1:
@@ -242,8 +251,12 @@ class KernelSide(Registry):
         ------
         ConfigError
             A number is out of its range, or not so many counters are left.
+        SourceError, DestinationError
+            `source` or `destination` is another loader's.
         """
         self._service.check()
+        self._check_owner(source)
+        self._check_owner(destination)
         first, limit = _rows_of(source, start, end)
         row_bytes, workers = operator.index(row_bytes), operator.index(workers)
         if row_bytes < 1 or workers < 1 or not 0 <= first <= limit <= MAX_OFFSET:

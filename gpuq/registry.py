@@ -9,7 +9,14 @@ import numpy as np
 
 from gpuq.config import DIRECT_MODES, LoaderConfig
 from gpuq.errors import ConfigError, DestinationError, SourceError
-from gpuq.handles import Counter, Destination, Explanation, Source
+from gpuq.handles import (
+    ArraySource,
+    Counter,
+    Destination,
+    Explanation,
+    Source,
+    TileStream,
+)
 from gpuq.host.direct_file import open_file
 from gpuq.host.records import STATISTICS_TRACE_LOST
 from gpuq.host.service import Service
@@ -297,6 +304,16 @@ class Registry:
             names = ", ".join(sorted(repr(e.name) for e in known.values() if e.name)) or "none"
             raise error(f"no {what} is named {wanted!r}; named are: {names}")
         return wanted
+
+    def _check_owner(self, given: Any) -> None:
+        """Refuse what another loader gave out: its handle names something else here."""
+        if isinstance(given, ArraySource):
+            given = given.source
+        elif isinstance(given, TileStream):
+            given = given.destination
+        if isinstance(given, Source | Destination) and given._service is not self._service:
+            error = SourceError if isinstance(given, Source) else DestinationError
+            raise error(f"{given!r} is another loader's")
 
     def _prune(self) -> None:
         """Forget entries that were let go.

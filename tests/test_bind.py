@@ -138,6 +138,48 @@ def test_a_name_that_says_nothing_is_refused(files: Files, tmp_path: Path) -> No
 
 
 @everywhere
+def hand_over(index, size, q, given):
+    pass
+
+
+def test_what_another_loader_gave_out_is_refused(files: Files, tmp_path: Path) -> None:
+    """Handles of two loaders are alike: a kernel of one read a file of the other, and said OK."""
+    ours = files.loader
+    with open_loader() as other:
+        source = other.open(tmp_path / "first")
+        destination = other.register(np.zeros(60, np.uint8))
+        array = other.open_arrays(tmp_path / "first")["first"]
+        stream = other.stream(source, 4)
+        own = next(iter(ours._sources.values()))
+        assert own.handle == source.handle
+        for given in (source, array):
+            for call in (
+                lambda given=given: ours.bind(source=given),
+                lambda given=given: ours.stream(given, 4),
+                lambda given=given: ours.table(given, next(iter(ours._destinations.values())), 4),
+                lambda given=given: ours.launch(hand_over, 1, ours.queue, given),
+            ):
+                with pytest.raises(gpuq.SourceError, match="is another loader's"):
+                    call()
+        for call in (
+            lambda: ours.bind(destination=destination),
+            lambda: ours.table(own, destination, 4),
+            lambda: ours.launch(hand_over, 1, ours.queue, destination),
+            lambda: ours.launch(hand_over, 1, ours.queue, stream),
+        ):
+            with pytest.raises(gpuq.DestinationError, match="is another loader's"):
+                call()
+
+
+def test_a_tag_or_a_handle_that_is_no_word_is_refused() -> None:
+    for tag in (1 << 64, -(1 << 63) - 1):
+        with pytest.raises(ValueError, match="a tag has 64 bits"):
+            gpuq.bind(source=1, destination=2, tag=tag)
+    for given in ({"source": 1.5}, {"destination": None}, {"tag": "7"}):
+        with pytest.raises(TypeError, match="integer"):
+            gpuq.bind(**{"source": 1, "destination": 2} | given)  # type: ignore[arg-type]
+
+
 def test_a_bound_function_outlives_its_file_and_reads_nothing(files: Files) -> None:
     body = make_body(
         files.loader.bind(source="first"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -43,16 +44,20 @@ def bind(
     Raises
     ------
     TypeError
-        `function` asks for no bytes.
+        `function` asks for no bytes; or a handle or the tag is no integer.
+    ValueError
+        `tag` has more than 64 bits.
     """
     parameters = list(inspect.signature(function).parameters)
     left = [name for name in parameters if name not in _FIXED]
     if left not in _LEFT or len(left) + len(_FIXED) != len(parameters):
         name = getattr(function, "__name__", repr(function))
         raise TypeError(f"{name} takes no source, destination, start, end and tag to bind")
-    from_handle = int(getattr(source, "handle", source))
-    to_handle = int(getattr(destination, "handle", destination))
-    fixed_tag = int(tag)
+    from_handle = operator.index(getattr(source, "handle", source))
+    to_handle = operator.index(getattr(destination, "handle", destination))
+    fixed_tag = operator.index(tag)
+    if not -(1 << 63) <= fixed_tag < 1 << 64:
+        raise ValueError(f"a tag has 64 bits, and {fixed_tag} has more")
 
     def bound(q: Any, start: Any, end: Any) -> Any:
         return function(q, from_handle, to_handle, start, end, fixed_tag)
