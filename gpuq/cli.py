@@ -151,7 +151,7 @@ def pull(
     others are pulled all the same. The exit code is 0 if every byte of every file was right, 1 if
     not, 130 after Ctrl-C.
     """
-    from gpuq.trace.recording import RECORDS, recorded
+    from gpuq.trace.recording import RECORDS, check_apart, recorded
 
     def tell(taken: Trace) -> None:
         if not as_json:
@@ -169,6 +169,8 @@ def pull(
             trace=RECORDS if trace else None,
         )
         chosen = _choose(report, files, tensor or [])
+        read = [entry.path for _, _, entries in chosen for entry in entries]
+        check_apart(trace, [*files, *read])
         if chosen:
             with _started(config) as loader, recorded(loader, trace, tell) as take:
                 for path, found, entries in chosen:

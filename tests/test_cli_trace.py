@@ -50,6 +50,23 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_pull(pulled: Path) ->
     assert result.stdout == ""
 
 
+def test_a_trace_is_not_written_over_the_file_that_is_pulled(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"weights" * 100)
+    (tmp_path / "link").symlink_to(path)
+    for out in (path, tmp_path / "link"):
+        result = run("pull", path, *SMALL, "--trace", out)
+        assert line_of(result) == f"{out}: this file is read, and would be written over"
+    assert path.read_bytes() == b"weights" * 100
+
+
+@pytest.mark.parametrize("option", ["--csv", "--perfetto", "--plot"])
+def test_what_is_made_of_a_trace_is_not_written_over_it(pulled: Path, option: str) -> None:
+    result = run("trace", pulled, option, pulled)
+    assert line_of(result) == f"{pulled}: this file is read, and would be written over"
+    assert len(gpuq.trace.load(pulled)) == 10
+
+
 def test_an_interrupted_pull_leaves_its_trace(pulled: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.npz"
     done = subprocess.run(

@@ -51,7 +51,10 @@ def trace(
     with reporting(as_json=False):
         from gpuq import trace as traces
         from gpuq.report import printable
+        from gpuq.trace.recording import check_apart
 
+        for out in (csv, perfetto, plot):
+            check_apart(out, [file])
         taken = traces.load(file)
         summary = traces.summarize(taken)
         if as_json:

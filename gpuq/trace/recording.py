@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from gpuq.errors import ConfigError
 from gpuq.host.taken import Trace, join
 from gpuq.loader import Loader
 from gpuq.trace.files import save
 
 RECORDS = 1 << 18
 """Of the ring of such a job: more than a poller answers between two calls."""
+
+
+def check_apart(path: str | None, others: Iterable[str]) -> None:
+    """Refuse to write over a file that is read.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if path is None or not os.path.exists(path):
+        return
+    if any(os.path.exists(other) and os.path.samefile(path, other) for other in others):
+        raise ConfigError(f"{path}: this file is read, and would be written over")
 
 
 @contextmanager
