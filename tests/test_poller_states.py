@@ -91,6 +91,7 @@ class Request:
     end: int
     offset: int
     is_refused: bool
+    is_missing: bool  # its end, from the moment when it was posted
 
     @property
     def part(self) -> slice:
@@ -197,6 +198,8 @@ class World:
         file.size, file.least = size, min(file.least, size)
         os.ftruncate(file.buffered, size)
         self.reader.files[file.row, 2] = size
+        for request in self.under_way.values():
+            request.is_missing &= request.file is not file or request.end > size
 
     # --- what a kernel does ---
 
@@ -221,12 +224,25 @@ class World:
         if ticket < 0:
             return
         refused = beyond == BEYOND or not (file.is_open and room.is_open)
-        self.under_way[ticket] = Request(file, room, start, start + length, offset, refused)
+        self.under_way[ticket] = Request(
+            file,
+            room,
+            start,
+            start + length,
+            offset,
+            refused,
+            is_missing=0 < length > file.size - start,
+        )
         if beyond != BEYOND:
             room.used = offset + length
 
-    def post_neighbours(self, which: int, where: int, start: int, lengths: list[int]) -> None:
-        for length in lengths:
+    def post_neighbours(
+        self, which: int, where: int, start: int, lengths: list[int], stranger: int
+    ) -> None:
+        """Ask for rows that lie side by side, one of them behind a request for something else."""
+        for number, length in enumerate(lengths):
+            if number == stranger:
+                self.post(which + 1, where, 20_000, length, 1, FITS)
             self.post(which, where, start, length, 1, FITS)
             start += length
 
@@ -348,6 +364,9 @@ class World:
             assert status == Status.END_OF_FILE or status in closed
             if status == Status.END_OF_FILE:
                 assert request.end > request.file.least
+        if request.is_missing and not self.is_faulty:
+            assert status != Status.OK
+            assert (room.bytes[part] == GUARD).all(), "nothing is written where the end is missing"
         # Nothing is written there ever after.
         room.expected[part] = room.bytes[part]
 
@@ -404,7 +423,8 @@ NEIGHBOURS = st.fixed_dictionaries(
         "which": numbers,
         "where": numbers,
         "start": st.integers(0, 3000),
-        "lengths": st.lists(st.integers(1, 700), min_size=2, max_size=6),
+        "lengths": st.lists(st.sampled_from([1, 100, 700, 3000]), min_size=2, max_size=6),
+        "stranger": st.integers(0, 3),
     }
 )
 READS = st.lists(OUTCOMES, min_size=1, max_size=5)
