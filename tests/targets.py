@@ -27,6 +27,7 @@ _marked: dict[str, list[str]] = {}
 
 def everywhere(test: Test) -> Test:
     """Mark a test for the simulator too."""
+    assert test.__name__.startswith("test_"), "pytest would not find it"
     _marked.setdefault(test.__module__, []).append(test.__name__)
     return test
 

@@ -137,11 +137,11 @@ def test_a_name_that_says_nothing_is_refused(files: Files, tmp_path: Path) -> No
         loader.bind()
 
 
-@everywhere
 def hand_over(index, size, q, given):
     pass
 
 
+@everywhere
 def test_what_another_loader_gave_out_is_refused(files: Files, tmp_path: Path) -> None:
     """Handles of two loaders are alike: a kernel of one read a file of the other, and said OK."""
     ours = files.loader
