@@ -49,10 +49,12 @@ from gpuq.host.tables import (
     ADDRESS,
     BUFFERED_DESCRIPTOR,
     DESTINATION_WORDS,
+    IS_DIRECT,
     KIND,
     LIMIT_END,
     LIMIT_START,
     NBYTES,
+    ONLY_STAGED,
     SOURCE_WORDS,
     add_in_flight,
     lookup,
@@ -206,12 +208,12 @@ def examine(p: Any, request: Any, base: Any) -> Any:
         return _OK
     alignment, _ = access(p, source_base)
     begin = span_start(start, alignment)
-    may_go_straight = p.straight_bytes > 0 and (
-        p.destinations[destination_base + KIND] == HOST_MEMORY
-        and straight_bytes(
-            start, end, request[TARGET_ADDRESS], alignment, p.straight_bytes, p.straight_bytes
-        )
-        != 0
+    least = p.straight_bytes
+    may_go_straight = (
+        least > 0
+        and p.destinations[destination_base + KIND] == HOST_MEMORY
+        and (p.sources[source_base + IS_DIRECT] == 0 or p.sources[source_base + ONLY_STAGED] == 0)
+        and straight_bytes(start, end, request[TARGET_ADDRESS], alignment, least, least) != 0
     )
     request[MAY_GO_STRAIGHT] = 1 if may_go_straight else 0
     has_pieces = end - begin > p.staging.buffer_bytes

@@ -51,7 +51,7 @@ from gpuq.host.staging import (
     buffer_address,
     take,
 )
-from gpuq.host.tables import IS_DIRECT, KIND, ONLY_STAGED
+from gpuq.host.tables import IS_DIRECT, KIND
 from gpuq.host.tracing import trace_loan, trace_read
 from gpuq.layout import State, Status
 
@@ -198,7 +198,7 @@ def is_neighbour(p: Any, record: Any, slot: Any, most: Any) -> Any:
     ahead = span_start(request[BEGIN], alignment) - record[SPAN_START]
     if ahead < 0 or ahead > record[SPAN_BYTES] or ahead >= most:
         return False
-    # Asked for one byte more than there may be, it tells whether the request ends within them.
+    # Asked for one block more than there may be, it tells whether the request ends within them.
     room = most - ahead + alignment
     return ahead + span_bytes(request[BEGIN], request[FINISH], alignment, room) <= most
 
@@ -222,12 +222,9 @@ def straight_from(p: Any, request: Any) -> Any:
     0: what is left is staged; less than 0: so many bytes are staged before some go straight.
     Only whole blocks go straight, so no byte beside the request's own is ever written.
     """
-    source_base = request[SOURCE_BASE]
-    if request[MAY_GO_STRAIGHT] == 0 or (
-        p.sources[source_base + IS_DIRECT] == 1 and p.sources[source_base + ONLY_STAGED] == 1
-    ):
+    if request[MAY_GO_STRAIGHT] == 0:
         return 0
-    alignment, _ = access(p, source_base)
+    alignment, _ = access(p, request[SOURCE_BASE])
     return straight_bytes(
         request[NEXT],
         request[FINISH],
