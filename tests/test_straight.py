@@ -343,8 +343,7 @@ def test_memory_is_pinned_by_new_systems_and_block_devices(
     uname = os.uname()
     changed = type(uname)((uname.sysname, uname.nodename, release, uname.version, uname.machine))
     monkeypatch.setattr(direct_file.os, "uname", lambda: changed)
-    monkeypatch.setattr(direct_file, "statx_alignment", lambda descriptor: says)
-    assert direct_file.pins_memory(0) is pins
+    assert direct_file.pins_memory(says) is pins
 
 
 FORKING = """

@@ -151,18 +151,19 @@ def statx_alignment(descriptor: int) -> tuple[int, int] | None:
     return word(_MEMORY_AT), word(_OFFSET_AT)
 
 
-def pins_memory(descriptor: int) -> bool:
+def pins_memory(said: tuple[int, int] | None) -> bool:
     """Say whether the system pins the pages of a direct read, so that a fork copies them at once.
 
     Where it does not, and the process forks while such a read is under way, the next write to a
     page of it gives the writer another page, and the read's bytes are lost (open(2), O_DIRECT).
     Staging is kept from children instead. Linux pins since 6.5 in block devices and the file
-    systems that build on them; these say their alignment, others (FUSE, NFS) do not.
+    systems that build on them; these say their alignment, others (FUSE, NFS) do not. `said` is
+    what `statx_alignment` returned.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if release is None or (int(release[1]), int(release[2])) < _PINS_SINCE:
         return False
-    return statx_alignment(descriptor) not in (None, (0, 0))
+    return said not in (None, (0, 0))
 
 
 def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> OpenFile:
@@ -200,10 +201,13 @@ def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> 
         if direct == "off":
             reason = 'direct="off" was asked for'
             return OpenFile(name, buffered, -1, 1, size, reason, False, may_wait, False)
-        descriptor, alignment, reason, proven = _open_direct(name, buffered, size, staging_bytes)
+        said = statx_alignment(buffered)
+        descriptor, alignment, reason, proven = _open_direct(
+            name, buffered, said, size, staging_bytes
+        )
         if descriptor < 0 and direct == "require":
             raise DirectUnavailableError(f"{name}: direct reads were required, but {reason}")
-        pins = descriptor >= 0 and pins_memory(buffered)
+        pins = descriptor >= 0 and pins_memory(said)
         return OpenFile(name, buffered, descriptor, alignment, size, reason, proven, may_wait, pins)
     except BaseException as error:
         os.close(buffered)
@@ -213,10 +217,9 @@ def open_file(path: str | os.PathLike[str], direct: str, staging_bytes: int) -> 
 
 
 def _open_direct(
-    name: str, buffered: int, size: int, staging_bytes: int
+    name: str, buffered: int, said: tuple[int, int] | None, size: int, staging_bytes: int
 ) -> tuple[int, int, str, bool]:
     """Return (descriptor, alignment, reason, proven); the descriptor is -1 where refused."""
-    said = statx_alignment(buffered)
     if said == (0, 0):
         return -1, 1, "the file system says that it cannot (statx STATX_DIOALIGN is 0)", False
     memory, offset = said or (_ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT)
