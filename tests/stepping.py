@@ -76,6 +76,31 @@ def submission(queue: Queue, ticket: int) -> list[int]:
     return [int(word) for word in queue.submissions[base : base + SUBMISSION_WORDS]]
 
 
+def poller_over(
+    queue: Queue,
+    staging: Any,
+    sources: Any,
+    destinations: Any,
+    reader: Any,
+    copier: Any,
+    **given: Any,
+) -> records.Poller:
+    """Return a poller over a bare queue and its parts; `given` are further settings."""
+    return records.make_poller(
+        submissions=queue.submissions,
+        flags=queue.flags,
+        counters=queue.counters,
+        control=queue.control,
+        sources=sources.words,
+        destinations=destinations.words,
+        capacity=queue.capacity,
+        staging=staging,
+        reader=reader,
+        copier=copier,
+        **given,
+    )
+
+
 class Stepper:
     """A poller over scripted reads and copies, with one source and one destination.
 
@@ -119,17 +144,13 @@ class Stepper:
         self.destinations = tables.CapabilityTable(4, tables.DESTINATION_WORDS, "destination")
         self.reader = readers.make_scripted_reader(self.data, script, reads=buffers)
         self.copier = copiers.make_scripted_copier(buffers, copies)
-        self.poller = records.make_poller(
-            submissions=self.queue.submissions,
-            flags=self.queue.flags,
-            counters=self.queue.counters,
-            control=self.queue.control,
-            sources=self.sources.words,
-            destinations=self.destinations.words,
-            capacity=capacity,
-            staging=self.staging,
-            reader=self.reader,
-            copier=self.copier,
+        self.poller = poller_over(
+            self.queue,
+            self.staging,
+            self.sources,
+            self.destinations,
+            self.reader,
+            self.copier,
             merge_bytes=merge_bytes,
             straight_bytes=straight_bytes,
             trace=trace,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import ALIGNMENT, BUFFER, GUARD, bare_queue, read_flag
+from stepping import ALIGNMENT, BUFFER, GUARD, bare_queue, poller_over, read_flag
 
 import gpuq
 from gpuq.host import poller as serving
@@ -120,17 +120,13 @@ class World:
             CONTENT, [(readers.READ, -1)] * SCRIPTED, reads=buffers, files=[(0, 0, 0)] * 4 * FILES
         )
         self.copier = copiers.make_scripted_copier(buffers, [copies] * SCRIPTED)
-        self.poller = records.make_poller(
-            submissions=self.queue.submissions,
-            flags=self.queue.flags,
-            counters=self.queue.counters,
-            control=self.queue.control,
-            sources=self.sources.words,
-            destinations=self.destinations.words,
-            capacity=CAPACITY,
-            staging=self.staging,
-            reader=self.reader,
-            copier=self.copier,
+        self.poller = poller_over(
+            self.queue,
+            self.staging,
+            self.sources,
+            self.destinations,
+            self.reader,
+            self.copier,
             merge_bytes=merge_bytes,
             straight_bytes=straight_bytes,
             trace=trace,
