@@ -40,7 +40,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
-app.command(name="trace")(trace_command)
 
 
 def main() -> None:
@@ -203,6 +202,9 @@ def demo(
             pulled = _pull_one(report, loader, path, found, list(found.values()), None)
         if pulled is not None and pulled.ok:
             report.tell_story(pulled)
+
+
+app.command(name="trace")(trace_command)
 
 
 @app.command()
