@@ -377,7 +377,7 @@ def test_the_sysctl_is_told_from_a_seccomp_filter(setting: int, tmp_path: Path) 
     # The kernel's own sysctl is not touched: others would lose their rings.
     shown = tmp_path / "sysctl"
     shown.write_text(f"{setting}\n")
-    snippet = "from gpuq.host.uring_abi import map_ring; map_ring(4)"
+    snippet = "from gpuq.host.uring_abi import map_ring; map_ring(4, 0)"
     done = system.run_python(
         snippet,
         refused={"io_uring_setup": errno.EPERM},

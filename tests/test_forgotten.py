@@ -339,7 +339,7 @@ def test_a_closed_loader_that_is_still_held_has_no_descriptor(
 
 
 def refuse_set_up(monkeypatch: pytest.MonkeyPatch) -> str:
-    def refuse(reads: int) -> None:
+    def refuse(reads: int, setup: int) -> None:
         raise ReaderUnavailableError(errno.EPERM, "io_uring is refused with EPERM: a test")
 
     monkeypatch.setattr(choice_of_reader, "make_uring_reader", refuse)

@@ -21,7 +21,8 @@ from kernels import Compiled
 from stepping import Stepper
 
 import gpuq
-from gpuq.host import records
+from gpuq.host import choice, records
+from gpuq.host.uring_abi import SETUPS
 from gpuq.layout import State, Status
 from gpuq.testing import copiers, readers
 
@@ -372,6 +373,39 @@ def test_io_uring_that_is_refused(payload_path: Path, refused: Any, reason: str)
     asked = system.run_python(REFUSED, refused=refused)
     assert asked.stdout.startswith(f"{number} True\n"), asked.stdout + asked.stderr
     assert reason in asked.stdout
+
+
+def test_a_ring_that_cannot_be_enabled_gives_way_to_a_plain_one(
+    reader: str, payload_path: Path
+) -> None:
+    if reader != "io_uring":
+        pytest.skip("only a ring is set up in several ways")
+    refused = {"io_uring_register": errno.EPERM}
+    done = system.run_python(PULL, payload_path, {"reader": "io_uring"}, refused=refused)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("OK io_uring\n")
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=["deferred", "cooperative", "plain"])
+def test_every_way_to_set_up_a_ring_reads(
+    reader: str, payload_path: Path, monkeypatch: pytest.MonkeyPatch, setup: int
+) -> None:
+    if reader != "io_uring":
+        pytest.skip("only a ring is set up in several ways")
+    monkeypatch.setattr(choice, "SETUPS", (setup,))
+    try:
+        loader = gpuq.Loader(target="cpu", slots=4, reader="io_uring", merge_bytes=0)
+    except gpuq.ReaderUnavailableError as error:
+        pytest.skip(f"this system has no such ring: {error.strerror}")
+    with loader:
+        source = loader.open(payload_path)
+        expected = np.fromfile(payload_path, np.uint8)[:5000]
+        array = np.zeros(5000, np.uint8)
+        destination = loader.register(array)
+        for start in range(0, 5000, 1000):
+            at = (source.handle, destination.handle, start, start + 1000, 0)
+            assert Compiled.pull(loader.queue, *at) == gpuq.Status.OK
+            assert (array[:1000] == expected[start : start + 1000]).all()
 
 
 NO_FILES = """

@@ -18,6 +18,7 @@ from gpuq.host.libc import sleep_ns
 from gpuq.host.reader import flush_reads, reap_read, submit_read
 from gpuq.host.threads import WorkerThreads
 from gpuq.host.uring import make_uring_reader, note_descriptor
+from gpuq.host.uring_abi import SETUPS
 
 _PROBE_BYTES = 4096
 _ETIME, _EIO = errno.ETIME, errno.EIO
@@ -117,12 +118,27 @@ def choose_reader(config: LoaderConfig) -> ReaderChoice:
 
 
 def _uring(config: LoaderConfig) -> ReaderChoice:
-    reader, ring = make_uring_reader(config.staging_buffers)
-    number = probe_reader(reader)
-    if number != 0:
+    asked = "was asked for" if config.reader == "io_uring" else "a trial read with it succeeded"
+    for setup in SETUPS:
+        try:
+            # A ring of its own: one that was read through belongs to the thread that did it.
+            _try_ring(setup)
+            reader, ring = make_uring_reader(config.staging_buffers, setup)
+        except ReaderUnavailableError as error:
+            refusal = error
+        else:
+            return ReaderChoice("io_uring", asked, reader, ring=ring)
+    raise refusal
+
+
+def _try_ring(setup: int) -> None:
+    """Read once through a ring that is set up in one of the ways of `SETUPS`."""
+    reader, ring = make_uring_reader(1, setup)
+    try:
+        number = probe_reader(reader)
+    finally:
         ring.close()
+    if number != 0:
         raise ReaderUnavailableError(
             number, f"io_uring was set up, but a read with it failed: {os.strerror(number)}"
         )
-    asked = "was asked for" if config.reader == "io_uring" else "a trial read with it succeeded"
-    return ReaderChoice("io_uring", asked, reader, ring=ring)

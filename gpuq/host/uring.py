@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuq.compiling import implements
-from gpuq.host.libc import SYS_IO_URING_ENTER, system_call
+from gpuq.host.libc import SYS_IO_URING_ENTER, SYS_IO_URING_REGISTER, system_call
 from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
 from gpuq.host.uring_abi import (
     CQE_WORDS,
     ENTER_EXT_ARG,
     ENTER_GETEVENTS,
     OP_READ,
+    REGISTER_ENABLE_RINGS,
+    SQ_TASKRUN,
     SQE_ASYNC,
     SQE_WORDS,
     MappedRing,
@@ -34,6 +36,7 @@ _DESCRIPTORS = 1 << 16
 """Descriptors beyond this are read as if each of their reads might wait."""
 
 _EAGAIN, _EBUSY, _EINTR = errno.EAGAIN, errno.EBUSY, errno.EINTR
+_EBADFD = errno.EBADFD
 _ARGUMENT_BYTES = 24
 _RESULT_MASK = 0xFFFFFFFF
 _RESULT_SIGN = 1 << 31
@@ -45,7 +48,7 @@ class UringReader(NamedTuple):
     Attributes
     ----------
     descriptor, sq_mask, cq_mask : int
-    sq_tail, cq_head, cq_tail : array of uint32, shape (1,)
+    sq_tail, sq_flags, cq_head, cq_tail : array of uint32, shape (1,)
     sqes, cqes : array of uint64
     words : array of int64
         The poller's own.
@@ -58,6 +61,7 @@ class UringReader(NamedTuple):
     sq_mask: int
     cq_mask: int
     sq_tail: Any
+    sq_flags: Any
     cq_head: Any
     cq_tail: Any
     sqes: Any
@@ -67,15 +71,17 @@ class UringReader(NamedTuple):
     flags: Any
 
 
-def make_uring_reader(reads: int) -> tuple[UringReader, MappedRing]:
-    """Set up a ring for `reads` reads at once.
+def make_uring_reader(reads: int, setup: int) -> tuple[UringReader, MappedRing]:
+    """Set up a ring for `reads` reads at once, in one of the ways of `uring_abi.SETUPS`.
+
+    The thread that hands over the first read is the only one that may use it from then on.
 
     Raises
     ------
     ReaderUnavailableError
         The system refuses io_uring.
     """
-    ring = map_ring(1 << max(reads - 1, 0).bit_length())
+    ring = map_ring(1 << max(reads - 1, 0).bit_length(), setup)
     words = np.zeros(_WORDS, dtype=np.int64)
     words[_ARGUMENT + 2] = words.ctypes.data + _TIMESPEC * 8
     reader = UringReader(
@@ -83,6 +89,7 @@ def make_uring_reader(reads: int) -> tuple[UringReader, MappedRing]:
         sq_mask=ring.sq_entries - 1,
         cq_mask=ring.cq_entries - 1,
         sq_tail=ring.sq_tail,
+        sq_flags=ring.sq_flags,
         cq_head=ring.cq_head,
         cq_tail=ring.cq_tail,
         sqes=ring.sqes,
@@ -133,6 +140,14 @@ def _flush(reader: Any) -> Any:
     if unsent == 0:
         return 0
     sent = system_call(SYS_IO_URING_ENTER, reader.descriptor, unsent, 0, 0, 0, 0)
+    if sent == -_EBADFD:
+        # The ring is not enabled yet. It will belong to this thread.
+        failure = system_call(
+            SYS_IO_URING_REGISTER, reader.descriptor, REGISTER_ENABLE_RINGS, 0, 0, 0, 0
+        )
+        if failure < 0:
+            return -failure
+        sent = system_call(SYS_IO_URING_ENTER, reader.descriptor, unsent, 0, 0, 0, 0)
     if sent >= 0:
         reader.words[_UNSENT] = unsent - sent
         return 0
@@ -147,7 +162,12 @@ def _reap(reader: Any) -> Any:
     head = reader.words[_HEAD]
     # Pairs with the kernel's release of the tail: the entry and the bytes read are visible.
     if as_signed(load_acquire(reader.cq_tail, 0)) == head & _RESULT_MASK:
-        return -1, 0
+        if as_signed(load_acquire(reader.sq_flags, 0)) & SQ_TASKRUN == 0:
+            return -1, 0
+        # Reads are over whose entries are not written yet: this thread is to write them.
+        system_call(SYS_IO_URING_ENTER, reader.descriptor, 0, 0, ENTER_GETEVENTS, 0, 0)
+        if as_signed(load_acquire(reader.cq_tail, 0)) == head & _RESULT_MASK:
+            return -1, 0
     base = (head & reader.cq_mask) * CQE_WORDS
     lease = as_signed(reader.cqes[base])
     result = as_signed(reader.cqes[base + 1]) & _RESULT_MASK

@@ -22,9 +22,23 @@ OP_READ = 22
 SQE_ASYNC = 1 << 4
 ENTER_GETEVENTS = 1 << 0
 ENTER_EXT_ARG = 1 << 3
+SETUP_R_DISABLED = 1 << 6
 SETUP_COOP_TASKRUN = 1 << 8
-"""Completions wait for the poller's next system call, which is one `relax` away, instead of
-interrupting it while it spins."""
+SETUP_TASKRUN_FLAG = 1 << 9
+SETUP_SINGLE_ISSUER = 1 << 12
+SETUP_DEFER_TASKRUN = 1 << 13
+SETUPS = (
+    # Completions wait until the poller asks for them, which it does when SQ_TASKRUN says so, and
+    # the first is there before the last has come (Linux 6.1). The ring belongs to the thread that
+    # enables it.
+    SETUP_SINGLE_ISSUER | SETUP_DEFER_TASKRUN | SETUP_TASKRUN_FLAG | SETUP_R_DISABLED,
+    # They wait for the next system call, instead of interrupting a poller that spins (5.19).
+    SETUP_COOP_TASKRUN | SETUP_TASKRUN_FLAG,
+    0,
+)
+"""How a ring may be set up, the best first; which of them a kernel has is found by trying."""
+SQ_TASKRUN = 1 << 2
+REGISTER_ENABLE_RINGS = 12
 FEAT_SINGLE_MMAP = 1 << 0
 FEAT_NODROP = 1 << 1
 FEAT_EXT_ARG = 1 << 8
@@ -112,7 +126,7 @@ class MappedRing:
     ----------
     descriptor : int
     sq_entries, cq_entries : int
-    sq_tail, cq_head, cq_tail : array of uint32, shape (1,)
+    sq_tail, sq_flags, cq_head, cq_tail : array of uint32, shape (1,)
     sqes : array of uint64
         `SQE_WORDS` for each entry.
     cqes : array of uint64
@@ -123,6 +137,7 @@ class MappedRing:
     sq_entries: int
     cq_entries: int
     sq_tail: NDArray[np.uint32]
+    sq_flags: NDArray[np.uint32]
     cq_head: NDArray[np.uint32]
     cq_tail: NDArray[np.uint32]
     sqes: NDArray[np.uint64]
@@ -135,20 +150,16 @@ class MappedRing:
             self.descriptor = -1
 
 
-def map_ring(entries: int) -> MappedRing:
-    """Set up a ring with at least `entries` submission entries.
+def map_ring(entries: int, setup: int) -> MappedRing:
+    """Set up a ring with at least `entries` submission entries, in one of the ways of `SETUPS`.
 
     Raises
     ------
     ReaderUnavailableError
         The system refuses; the message says how and what that usually means.
     """
-    params = _Params(flags=SETUP_COOP_TASKRUN)
+    params = _Params(flags=setup)
     descriptor = system_call(SYS_IO_URING_SETUP, entries, ctypes.addressof(params), 0, 0, 0, 0)
-    if descriptor == -errno.EINVAL:
-        # Before Linux 5.19 there is no such flag.
-        params = _Params()
-        descriptor = system_call(SYS_IO_URING_SETUP, entries, ctypes.addressof(params), 0, 0, 0, 0)
     if descriptor < 0:
         raise ReaderUnavailableError(-descriptor, _explain_refusal(-descriptor))
     try:
@@ -170,6 +181,7 @@ def map_ring(entries: int) -> MappedRing:
             sq_entries=params.sq_entries,
             cq_entries=params.cq_entries,
             sq_tail=np.frombuffer(rings, np.uint32, 1, sq.tail),
+            sq_flags=np.frombuffer(rings, np.uint32, 1, sq.flags),
             cq_head=np.frombuffer(rings, np.uint32, 1, cq.head),
             cq_tail=np.frombuffer(rings, np.uint32, 1, cq.tail),
             sqes=np.frombuffer(sqes, np.uint64, params.sq_entries * SQE_WORDS),

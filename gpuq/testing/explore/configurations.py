@@ -273,7 +273,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         pieces((0, 6), (6, 8)),
         Bounds(1, 1, faults=1),
         Bounds(2, faults=2),
-        {"reader": "io_uring", "read_faults": (SHORT,)},
+        {"reader": "deferred io_uring", "read_faults": (SHORT,)},
     ),
     (
         "io_uring that is busy",
@@ -294,7 +294,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         pulls(2, 1),
         Bounds(1, 1),
         Bounds(2),
-        {"reader": "io_uring"},
+        {"reader": "deferred io_uring"},
         _QUICK_TO_WAIT,
     ),
     (

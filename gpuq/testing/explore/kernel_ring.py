@@ -2,7 +2,8 @@
 
 It is as unhelpful as the real one may be: `io_uring_enter` may take fewer entries than it is
 given, or none with EAGAIN or EINTR; reads end in any order; and the completion ring is no larger
-than it must be.
+than it must be. A ring with DEFER_TASKRUN writes completion entries only when it is entered for
+them, and then only those of reads that had ended before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 from gpuq.host.libc import SYS_IO_URING_ENTER
 from gpuq.host.uring import UringReader
-from gpuq.host.uring_abi import CQE_WORDS, OP_READ, SQE_WORDS
+from gpuq.host.uring_abi import CQE_WORDS, ENTER_GETEVENTS, OP_READ, SQ_TASKRUN, SQE_WORDS
 from gpuq.testing.explore.machine import Machine, Transfer
 from gpuq.testing.explore.memory import Words
 from gpuq.testing.explore.schedule import Violation, World
@@ -43,6 +44,8 @@ class KernelRing:
         Words of the reader's own.
     faults : tuple of str
         What may happen, within `Bounds.faults`.
+    is_deferred : bool
+        The ring is set up with DEFER_TASKRUN.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class KernelRing:
         reads: int,
         words: int,
         faults: tuple[str, ...],
+        is_deferred: bool,
     ) -> None:
         self._world = world
         self._ops = ops
@@ -63,11 +67,15 @@ class KernelRing:
         self._handed_over = Words(world, "kernel", [0])
         self._waiting: list[tuple[int, Transfer]] = []
         self._completed = 0
+        self._is_deferred = is_deferred
+        self._ended = Words(world, "ended", [0])
+        self._deferred: list[tuple[int, int]] = []
         self.reader = UringReader(
             descriptor=_DESCRIPTOR,
             sq_mask=reads - 1,
             cq_mask=reads - 1,
             sq_tail=Words(world, "sq_tail", [0]),
+            sq_flags=Words(world, "sq_flags", [0]),
             cq_head=Words(world, "cq_head", [0]),
             cq_tail=Words(world, "cq_tail", [0]),
             sqes=Words(world, "sqes", [0] * (reads * SQE_WORDS)),
@@ -78,7 +86,7 @@ class KernelRing:
         )
 
     def system_call(
-        self, number: int, descriptor: int, submit: int, complete: int, *_flags: int
+        self, number: int, descriptor: int, submit: int, complete: int, flags: int, *_rest: int
     ) -> int:
         """io_uring_enter(2)."""
         if number != SYS_IO_URING_ENTER or descriptor != _DESCRIPTOR:
@@ -87,10 +95,14 @@ class KernelRing:
             # The poller has reaped all it could see: wait for one more.
             while self._ops.load_acquire(self.reader.cq_tail, 0) == self._ops.load_acquire(
                 self.reader.cq_head, 0
-            ):
+            ) and not self._ops.load_acquire(self._ended, 0):
                 self._world.relax()
+            self._write_deferred()
             return 0
         self._world.point()
+        if submit == 0 and flags & ENTER_GETEVENTS:
+            self._write_deferred()
+            return 0
         fault = self._faults[self._world.fault(len(self._faults))]
         if fault != "well":
             self._machine.faults_seen += 1
@@ -131,11 +143,31 @@ class KernelRing:
                 continue
             _, read = self._waiting.pop(self._world.fault(ready))
             result = self._machine.fill(read)
-            while self._completed - self._ops.load_acquire(self.reader.cq_head, 0) >= self._entries:
+            while self._completed - int(self._ops.load_acquire(self.reader.cq_head, 0)) >= (
+                self._entries
+            ):
                 self._world.relax()
             self._machine.end(read)
-            base = (self._completed & (self._entries - 1)) * CQE_WORDS
-            self.reader.cqes[base] = read.lease
-            self.reader.cqes[base + 1] = result & _WORD
-            self._completed += 1
-            self._ops.store_release(self.reader.cq_tail, 0, self._completed)
+            if self._is_deferred:
+                self._deferred.append((read.lease, result))
+                self._ops.fetch_add(self._ended, 0, 1)
+                self._ops.store_release(self.reader.sq_flags, 0, SQ_TASKRUN)
+            else:
+                self._write(read.lease, result)
+
+    def _write_deferred(self) -> None:
+        """Write the entries of the reads that have ended, in the thread that enters."""
+        if not self._is_deferred:
+            return
+        self._ops.store_release(self.reader.sq_flags, 0, 0)
+        for _ in range(int(self._ops.load_acquire(self._ended, 0))):
+            self._ops.fetch_add(self._ended, 0, -1)
+            self._write(*self._deferred.pop(0))
+
+    def _write(self, lease: int, result: int) -> None:
+        """Write a completion entry."""
+        base = (self._completed & (self._entries - 1)) * CQE_WORDS
+        self.reader.cqes[base] = lease
+        self.reader.cqes[base + 1] = result & _WORD
+        self._completed += 1
+        self._ops.store_release(self.reader.cq_tail, 0, self._completed)

@@ -86,7 +86,7 @@ class Stage:
     file_bytes : int
     read_faults, driver_faults : tuple of str
         See `Machine`.
-    reader : {"inline", "device", "threads", "io_uring"}
+    reader : {"inline", "device", "threads", "io_uring", "deferred io_uring"}
     has_engine : bool
         Whether copies go through the CUDA copier.
     has_host : bool
@@ -239,9 +239,15 @@ class Stage:
         world, code, machine = self.world, self.code, self.machine
         machine.memory.add("staging", STAGING_ADDRESS, self.buffers * self.buffer_bytes)
         self.reader: Any
-        if reader == "io_uring":
+        if reader.endswith("io_uring"):
             ring = KernelRing(
-                world, self.ops, machine, self.buffers, code.uring._WORDS, self._read_faults
+                world,
+                self.ops,
+                machine,
+                self.buffers,
+                code.uring._WORDS,
+                self._read_faults,
+                reader.startswith("deferred"),
             )
             machine.system_call = ring.system_call
             self.reader = NotedReader(machine, code.reader, ring.reader)
@@ -284,7 +290,7 @@ class Stage:
             world.spawn("poller", self._serve, daemon=True)
         if reader == "device":
             world.spawn("device", machine.read_forever, daemon=True)
-        if reader == "io_uring":
+        if reader.endswith("io_uring"):
             world.spawn("kernel", ring.complete_forever, daemon=True)
         if reader == "threads":
             for number in range(workers):
