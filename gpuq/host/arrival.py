@@ -12,6 +12,8 @@ from gpuq.host.direct_file import ENOUGH, RESUME, judge_read, span_bytes, span_s
 from gpuq.host.issuing import read_from
 from gpuq.host.reader import reap_read
 from gpuq.host.records import (
+    LOT,
+    MOST_REAPED,
     READ_BYTES,
     READS,
     SOURCE_BASE,
@@ -69,21 +71,28 @@ _MOST_INTERRUPTIONS = 1000
 def reap(p: Any) -> Any:
     """Take finished reads, up to a batch of them and of bytes copied; return how many.
 
-    Large reads come back in lots; to copy them all before the next is issued would leave the
-    storage idle.
+    Reads come back in lots, and the storage idles until the next is issued: the first pass over
+    a lot takes one read, the next two, then four. To copy many large ones before that would cost
+    as much, whatever their number.
     """
+    most = max(p.cursor[MOST_REAPED], 1)
     enough = p.statistics[STATISTICS_BYTES] + _REAP_BYTES
-    for reaped in range(_REAP_BATCH):
+    reaped = 0
+    while reaped < most and p.statistics[STATISTICS_BYTES] < enough:
         lease, result = reap_read(p.reader)
         if lease < 0:
-            return reaped
+            break
+        reaped += 1
         p.cursor[READS] -= 1
         record = p.staging.leases[lease]
         p.cursor[READ_BYTES] -= record[SPAN_BYTES] - record[RESUMED]
         arrive(p, lease, result)
-        if p.statistics[STATISTICS_BYTES] >= enough:
-            return reaped + 1
-    return _REAP_BATCH
+    if reaped > 0:
+        p.cursor[MOST_REAPED] = min(2 * most, _REAP_BATCH)
+    else:
+        p.cursor[MOST_REAPED] = 1
+        p.cursor[LOT] = 0
+    return reaped
 
 
 @inlined

@@ -13,6 +13,7 @@ from gpuq.host.records import (
     DESTINATION_BASE,
     FAILURE,
     FINISH,
+    LOT,
     MAY_GO_STRAIGHT,
     NEXT,
     PIECES,
@@ -98,7 +99,8 @@ def issue(p: Any) -> Any:
                 break
             issue_piece(p, slot, lease)
             issued += 1
-            if issued & (issued - 1) == 0:
+            cursor[LOT] += 1
+            if cursor[LOT] & (cursor[LOT] - 1) == 0:
                 # The 1st, 2nd, 4th, 8th, ...: the storage starts on the first while the rest are
                 # prepared. One hand-over of all would leave it idle meanwhile.
                 hand_over(p)

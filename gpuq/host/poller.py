@@ -19,16 +19,26 @@ from gpuq.host.reader import await_read
 from gpuq.host.records import (
     COPIES,
     FAILURE,
+    IDLE_SINCE_NS,
     IS_SEALED,
     READ_BYTES,
     READS,
     REQUESTS,
+    SILENCE_NS,
     STATISTICS_HIGH_WATER,
     end_queue,
 )
 from gpuq.host.staging import HIGH_WATER
 from gpuq.layout import HEARTBEAT, REVISION, REVISION_SEEN, STATE, State
-from gpuq.ordering import as_signed, as_word, load_acquire, load_relaxed, relax, store_release
+from gpuq.ordering import (
+    as_signed,
+    as_word,
+    clock_ns,
+    load_acquire,
+    load_relaxed,
+    relax,
+    store_release,
+)
 
 _CLOSING = int(State.CLOSING)
 _CLOSED = int(State.CLOSED)
@@ -38,6 +48,7 @@ _SLEEP_AFTER = 512
 _SLEEP_NS = 100_000
 _SLEEP_SHORT_NS = 50_000
 _LARGE_READ = 64 << 10
+_LONG_SILENCE_NS = 100_000
 _SLEEP_LONG_AFTER = 2_000
 SLEEP_LONG_NS = 200_000
 _SLEEP_LONGEST_AFTER = 300_000  # about a minute
@@ -72,6 +83,8 @@ def rest(p: Any, idle: Any) -> None:
     elif reads > 0 and p.cursor[READ_BYTES] >= reads * _LARGE_READ:
         # They take longer than a wake-up; looking meanwhile costs a core for nothing.
         await_read(p.reader, _SLEEP_SHORT_NS)
+    elif idle == _YIELD_AFTER:
+        expect_silence(p)
     elif idle < _SLEEP_AFTER:
         relax(idle)
     elif reads > 0:
@@ -82,6 +95,29 @@ def rest(p: Any, idle: Any) -> None:
         sleep_ns(SLEEP_LONG_NS)
     else:
         sleep_ns(_SLEEP_LONGEST_NS)
+
+
+@inlined
+def expect_silence(p: Any) -> None:
+    """Sleep through more than half of the time in which nothing will happen, where that is long.
+
+    Storage that answers in lots is silent between them, and a kernel that waits for the lot posts
+    nothing. A read that ends earlier wakes the poller; a post waits for the rest of the sleep.
+    """
+    p.cursor[IDLE_SINCE_NS] = clock_ns() if p.cursor[READS] > 0 else 0
+    silence = p.cursor[SILENCE_NS]
+    if p.cursor[READS] > 0 and silence >= _LONG_SILENCE_NS:
+        await_read(p.reader, silence * 5 // 8)
+
+
+@inlined
+def note_silence(p: Any) -> None:
+    """Learn from a silence that is over: at once where it was short, slowly where it was long."""
+    since = p.cursor[IDLE_SINCE_NS]
+    if since > 0:
+        lasted, before = clock_ns() - since, p.cursor[SILENCE_NS]
+        p.cursor[SILENCE_NS] = lasted if lasted < before else before + (lasted - before) // 8
+        p.cursor[IDLE_SINCE_NS] = 0
 
 
 @compiled
@@ -96,8 +132,11 @@ def serve(p: Any) -> Any:
         done = poll_once(p)
         if p.cursor[FAILURE] != 0:
             return p.cursor[FAILURE]
-        idle = 0 if done > 0 else idle + 1
-        if done == 0:
+        if done > 0:
+            note_silence(p)
+            idle = 0
+        else:
+            idle += 1
             state = as_signed(load_acquire(p.control, STATE))
             if state == _ABORTED and p.cursor[READS] == 0 and p.cursor[COPIES] == 0:
                 return 0

@@ -53,6 +53,10 @@ REQUESTS = 6  # admitted and not completed
 FAILURE = 7  # errno that ended the queue; 0 while none
 IS_SEALED = 8  # 1 once a closing queue has admitted the last of what was posted
 READ_BYTES = 9  # that the reads in flight ask for
+LOT = 10  # reads submitted since the poller last found none to be over
+MOST_REAPED = 11  # reads that the next pass takes at most
+IDLE_SINCE_NS = 12  # when the poller last had nothing to do while reads were in flight, or 0
+SILENCE_NS = 13  # how long that lasts, of late
 CURSOR_WORDS = 16
 
 # Statistics; the poller is the only writer. Completions by status come first.

@@ -1,0 +1,97 @@
+"""How much the poller does in a pass, and how long it sleeps between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from stepping import DATA, Stepper
+
+from gpuq.host import poller as serving
+from gpuq.host import records
+from gpuq.testing import readers
+
+US = 1_000
+
+
+@pytest.fixture
+def stepper() -> Iterator[Stepper]:
+    made = Stepper(DATA, capacity=16, buffers=16)
+    yield made
+    made.close()
+
+
+def test_the_first_pass_over_a_lot_takes_one_read_the_next_two_then_four(stepper: Stepper) -> None:
+    for lot in range(2):
+        stepper.reader.words[readers.GATE] = 1
+        tickets = [stepper.post(512 * i, 512 * (i + 1), 512 * i) for i in range(15)]
+        stepper.run()
+        stepper.reader.words[readers.GATE] = 0
+        in_flight = []
+        while stepper.poller.cursor[records.READS] > 0:
+            stepper.step()
+            in_flight.append(int(stepper.poller.cursor[records.READS]))
+        assert in_flight == [14, 12, 8, 0], f"lot {lot}"
+        assert {int(stepper.consume(ticket)) for ticket in tickets} == {0}
+        stepper.run()
+    stepper.assert_at_rest()
+
+
+class Clock:
+    """A poller's words and a clock that a test moves; it notes how long the poller sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: int = 32) -> None:
+        cursor = np.zeros(records.CURSOR_WORDS, dtype=np.int64)
+        cursor[records.READS] = reads
+        cursor[records.READ_BYTES] = reads * 4096
+        self.poller: Any = SimpleNamespace(cursor=cursor, reader=None)
+        self.now = 1_000
+        self.slept: list[int] = []
+        monkeypatch.setattr(serving, "clock_ns", lambda: self.now)
+        monkeypatch.setattr(serving, "await_read", self._sleep)
+        monkeypatch.setattr(serving, "relax", lambda _spins: None)
+
+    def _sleep(self, _reader: Any, timeout_ns: int) -> None:
+        self.slept.append(timeout_ns)
+
+    def silence(self, lasted: int) -> None:
+        """Let the poller find nothing to do for so many nanoseconds."""
+        for idle in range(1, serving._YIELD_AFTER + 2):
+            serving.rest(self.poller, idle)
+        self.now += lasted
+        serving.note_silence(self.poller)
+
+
+def test_the_poller_sleeps_through_part_of_a_silence_that_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    for _ in range(50):
+        clock.silence(200 * US)
+    assert clock.slept[0] >= 60 * US
+    assert 110 * US < clock.slept[-1] <= 125 * US
+    # The poller watched some of them to their end before it trusted them.
+    assert len(clock.slept) < 45
+
+
+def test_one_short_silence_ends_the_sleep_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    for _ in range(50):
+        clock.silence(200 * US)
+    clock.silence(20 * US)
+    before = len(clock.slept)
+    clock.silence(200 * US)
+    assert len(clock.slept) == before
+
+
+def test_a_poller_with_no_read_in_flight_learns_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, reads=0)
+    for _ in range(50):
+        clock.silence(200 * US)
+    assert clock.slept == []
+    assert clock.poller.cursor[records.SILENCE_NS] == 0
