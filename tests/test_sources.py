@@ -199,6 +199,15 @@ def refuse_by_memory_alignment(monkeypatch: pytest.MonkeyPatch) -> str:
     return "memory aligned to 8192"
 
 
+def test_an_alignment_that_is_no_power_of_two_is_refused(
+    make_loader: MakeLoader, payload_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_file, "statx_alignment", lambda descriptor: (512, 1536))
+    loader = make_loader(staging_bytes=12288)
+    with pytest.raises(gpuq.DirectUnavailableError, match="offsets to 1536 bytes"):
+        loader.open(payload_path, direct="require")
+
+
 @pytest.mark.parametrize(
     "refuse",
     [refuse_by_statx, refuse_at_the_first_read, refuse_by_alignment, refuse_by_memory_alignment],

@@ -205,14 +205,18 @@ def cross_queue(
     began = clock_ns()
     posted = 0
     done = 0
+    newest = 0
+    oldest = 0
     bad = 0
     go = True
     while go or done < posted:
         if go and posted - done < depth:
-            tickets[posted % depth] = post_at(q, source, destination, 0, 0, nbytes, posted)
+            tickets[newest] = post_at(q, source, destination, 0, 0, nbytes, posted)
+            newest = newest + 1 if newest + 1 < depth else 0
             posted += 1
             continue
-        status = wait(q, tickets[done % depth])
+        status = wait(q, tickets[oldest])
+        oldest = oldest + 1 if oldest + 1 < depth else 0
         if status != 0 and bad == 0:
             bad = status
         done += 1

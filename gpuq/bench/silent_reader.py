@@ -27,7 +27,7 @@ class SilentReader(NamedTuple):
     words : array of int64, shape (2,)
         Reads submitted, and reaped, so far.
     reads : array of int64, shape (capacity, 2)
-        Lease and bytes of read n at ``n % capacity``.
+        Lease and bytes of read n at ``n % capacity``, a power of two.
     """
 
     words: Any
@@ -36,14 +36,15 @@ class SilentReader(NamedTuple):
 
 def make_silent_reader(reads: int) -> SilentReader:
     """Build a reader that takes so many reads at once."""
-    return SilentReader(np.zeros(2, dtype=np.int64), np.zeros((reads, 2), dtype=np.int64))
+    capacity = 1 << max(reads - 1, 0).bit_length()
+    return SilentReader(np.zeros(2, dtype=np.int64), np.zeros((capacity, 2), dtype=np.int64))
 
 
 @implements(submit_read, SilentReader)
 def _submit(
     reader: Any, lease: Any, descriptor: Any, offset: Any, address: Any, nbytes: Any
 ) -> None:
-    read = reader.reads[reader.words[_SUBMITTED] % len(reader.reads)]
+    read = reader.reads[reader.words[_SUBMITTED] & (len(reader.reads) - 1)]
     read[_LEASE] = lease
     read[_NBYTES] = nbytes
     reader.words[_SUBMITTED] += 1
@@ -58,7 +59,7 @@ def _flush(reader: Any) -> Any:
 def _reap(reader: Any) -> Any:
     if reader.words[_REAPED] == reader.words[_SUBMITTED]:
         return -1, 0
-    read = reader.reads[reader.words[_REAPED] % len(reader.reads)]
+    read = reader.reads[reader.words[_REAPED] & (len(reader.reads) - 1)]
     reader.words[_REAPED] += 1
     return read[_LEASE], read[_NBYTES]
 

@@ -21,12 +21,9 @@ from gpuq.host.issuing import enqueue
 from gpuq.host.libc import cached_size_of, size_of
 from gpuq.host.records import (
     ACTIVE,
-    ASKED_END,
-    ASKED_START,
     BEGIN,
     COUNTER,
     DESTINATION_BASE,
-    DESTINATION_HANDLE,
     ERRNO,
     FINISH,
     HEAD,
@@ -35,9 +32,7 @@ from gpuq.host.records import (
     NEXT,
     PIECES,
     QUEUED,
-    REQUEST_TAG,
     SOURCE_BASE,
-    SOURCE_HANDLE,
     STATUS,
     SWEEP,
     TARGET_ADDRESS,
@@ -59,7 +54,7 @@ from gpuq.host.tables import (
     add_in_flight,
     lookup,
 )
-from gpuq.host.tracing import trace_admission
+from gpuq.host.tracing import trace_admission, trace_question
 from gpuq.layout import (
     COUNTER_WORDS,
     DESTINATION,
@@ -90,17 +85,20 @@ _SWEEP_BATCH = 8
 
 @inlined
 def admit(p: Any) -> Any:
-    """Take what kernels have posted, up to a batch; return how many requests that were."""
+    """Take what kernels have posted, up to a batch; return how many requests that were.
+
+    The slot at the head comes last: what stood there is issued at once.
+    """
     cursor = p.cursor
     admitted = 0
-    while admitted < _ADMIT_BATCH and admit_slot(p, cursor[HEAD] & (p.capacity - 1)):
-        admitted += 1
-        advance_head(p)
     for _ in range(min(_SWEEP_BATCH, p.capacity)):
         if admit_slot(p, cursor[SWEEP]):
             admitted += 1
         cursor[SWEEP] = (cursor[SWEEP] + 1) & (p.capacity - 1)
     advance_head(p)
+    while admitted < _ADMIT_BATCH and admit_slot(p, cursor[HEAD] & (p.capacity - 1)):
+        admitted += 1
+        advance_head(p)
     return admitted
 
 
@@ -151,7 +149,6 @@ def admit_slot(p: Any, slot: Any) -> Any:
     request[SOURCE_BASE] = -1
     request[DESTINATION_BASE] = -1
     request[COUNTER] = -1
-    request[REQUEST_TAG] = as_signed(load_relaxed(words, base + TAG))
     trace_admission(p, request)
     status = examine(p, request, base)
     request[STATUS] = status
@@ -172,10 +169,9 @@ def examine(p: Any, request: Any, base: Any) -> Any:
     end_word = load_relaxed(words, base + END)
     offset_word = load_relaxed(words, base + OFFSET)
     options = load_relaxed(words, base + OPTIONS)
-    request[SOURCE_HANDLE] = source
-    request[DESTINATION_HANDLE] = destination
-    request[ASKED_START] = as_signed(start_word)
-    request[ASKED_END] = as_signed(end_word)
+    start, end, offset = as_signed(start_word), as_signed(end_word), as_signed(offset_word)
+    tag = as_signed(load_relaxed(words, base + TAG))
+    trace_question(p, request, tag, source, destination, start, end)
     if options > as_word(len(p.counters) // COUNTER_WORDS):
         return _BAD_OPTIONS
     request[COUNTER] = as_signed(options) - 1
@@ -192,7 +188,6 @@ def examine(p: Any, request: Any, base: Any) -> Any:
         return _BAD_RANGE
     if end_word > _LARGEST or offset_word > _LARGEST:
         return _OUT_OF_BOUNDS
-    start, end, offset = as_signed(start_word), as_signed(end_word), as_signed(offset_word)
     if start < p.sources[source_base + LIMIT_START] or end > p.sources[source_base + LIMIT_END]:
         return _OUT_OF_BOUNDS
     room = p.destinations[destination_base + NBYTES] - (end - start)

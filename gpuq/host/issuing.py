@@ -161,6 +161,8 @@ def join_neighbours(p: Any, lease: Any) -> None:
     """
     cursor, record = p.cursor, p.staging.leases[lease]
     most = min(p.merge_bytes, p.staging.buffer_bytes)
+    if most == 0:
+        return
     place = 1
     passed_over = 0
     while (

@@ -12,7 +12,7 @@ from gpuq.host.tables import ALIGNMENT, BUFFERED_DESCRIPTOR, DIRECT_DESCRIPTOR, 
 from gpuq.layout import STATE, STATUS_COUNT
 from gpuq.ordering import as_signed, as_word, compare_exchange, load_acquire, store_release
 
-# Columns of a request's record.
+# Columns of a request's record; what every request needs stands in its first two lines.
 ACTIVE = 0  # 1 from admission to completion
 TICKET = 1
 SOURCE_BASE = 2  # first word of its source's entry
@@ -24,20 +24,20 @@ TARGET_ADDRESS = 7  # where byte BEGIN goes
 PIECES = 8  # pieces read or copied now
 STATUS = 9
 ERRNO = 10
-REQUEST_TAG = 11
-QUEUED = 12  # 1 while it stands in the ring of requests with pieces left to issue
-COUNTER = 13  # number of the counter that counts the answer, -1 for none
-SOURCE_HANDLE = 14  # what the submission says, good or bad
-DESTINATION_HANDLE = 15
-ASKED_START = 16
-ASKED_END = 17
-ADMITTED_NS = 18  # the rest is for the trace
-FIRST_READ_NS = 19
-LAST_READ_NS = 20
-COPY_NS = 21
-READ_COUNT = 22
-PATH = 23
-MAY_GO_STRAIGHT = 24  # 1: some of it may be read straight into the destination
+QUEUED = 11  # 1 while it stands in the ring of requests with pieces left to issue
+COUNTER = 12  # number of the counter that counts the answer, -1 for none
+MAY_GO_STRAIGHT = 13  # 1: some of it may be read straight into the destination
+REQUEST_TAG = 16  # the rest is for the trace, and written only for it
+SOURCE_HANDLE = 17  # what the submission says, good or bad
+DESTINATION_HANDLE = 18
+ASKED_START = 19
+ASKED_END = 20
+ADMITTED_NS = 21
+FIRST_READ_NS = 22
+LAST_READ_NS = 23
+COPY_NS = 24
+READ_COUNT = 25
+PATH = 26
 REQUEST_WORDS = 32
 
 TRACE_WORDS = 16

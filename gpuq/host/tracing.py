@@ -85,6 +85,19 @@ def trace_admission(p: Any, request: Any) -> None:
 
 
 @inlined
+def trace_question(
+    p: Any, request: Any, tag: Any, source: Any, destination: Any, start: Any, end: Any
+) -> None:
+    """Note what a submission says, good or bad."""
+    if len(p.trace) > 0:
+        request[REQUEST_TAG] = tag
+        request[SOURCE_HANDLE] = source
+        request[DESTINATION_HANDLE] = destination
+        request[ASKED_START] = start
+        request[ASKED_END] = end
+
+
+@inlined
 def trace_read(p: Any, request: Any, is_direct: Any, is_straight: Any) -> None:
     """Stamp the submission of a read."""
     if len(p.trace) > 0:
