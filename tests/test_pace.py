@@ -95,3 +95,28 @@ def test_a_poller_with_no_read_in_flight_learns_no_silence(
         clock.silence(200 * US)
     assert clock.slept == []
     assert clock.poller.cursor[records.SILENCE_NS] == 0
+
+
+def test_the_first_pass_over_a_lot_of_large_reads_takes_what_its_bytes_allow() -> None:
+    data = np.arange(1 << 20, dtype=np.int64).view(np.uint8)[: 1 << 20]
+    made = Stepper(
+        data,
+        capacity=16,
+        buffers=16,
+        buffer_bytes=64 << 10,
+        straight_bytes=64 << 10,
+        alignment=1,
+        room=1 << 20,
+    )
+    made.reader.words[readers.GATE] = 1
+    for i in range(15):
+        made.post((64 << 10) * i, (64 << 10) * (i + 1), (64 << 10) * i)
+    made.run()
+    made.reader.words[readers.GATE] = 0
+    made.step()
+    left = int(made.poller.cursor[records.READS])
+    assert 15 - left == (256 << 10) // (64 << 10)
+    made.run()
+    made.assert_at_rest()
+    np.testing.assert_array_equal(made.bytes[: 15 << 16], data[: 15 << 16])
+    made.close()

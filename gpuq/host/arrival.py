@@ -24,6 +24,7 @@ from gpuq.host.records import (
     STATISTICS_RETRIES,
     STATISTICS_SHORT_READS,
     STATUS,
+    are_large,
     count,
 )
 from gpuq.host.staging import (
@@ -72,8 +73,8 @@ def reap(p: Any) -> Any:
     """Take finished reads, up to a batch of them and of bytes copied; return how many.
 
     Reads come back in lots, and the storage idles until the next is issued: the first pass over
-    a lot takes one read, the next two, then four. To copy many large ones before that would cost
-    as much, whatever their number.
+    a lot takes one read, the next two, then four. Of large ones each takes all that its bytes
+    allow, for the system joins neighbours that are handed over together.
     """
     most = max(p.cursor[MOST_REAPED], 1)
     enough = p.statistics[STATISTICS_BYTES] + _REAP_BYTES
@@ -90,7 +91,7 @@ def reap(p: Any) -> Any:
     if reaped > 0:
         p.cursor[MOST_REAPED] = min(2 * most, _REAP_BATCH)
     else:
-        p.cursor[MOST_REAPED] = 1
+        p.cursor[MOST_REAPED] = _REAP_BATCH if are_large(p) else 1
         p.cursor[LOT] = 0
     return reaped
 

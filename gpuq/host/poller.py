@@ -21,11 +21,11 @@ from gpuq.host.records import (
     FAILURE,
     IDLE_SINCE_NS,
     IS_SEALED,
-    READ_BYTES,
     READS,
     REQUESTS,
     SILENCE_NS,
     STATISTICS_HIGH_WATER,
+    are_large,
     end_queue,
 )
 from gpuq.host.staging import HIGH_WATER
@@ -46,8 +46,6 @@ _ABORTED = int(State.ABORTED)
 _YIELD_AFTER = 64
 _SLEEP_AFTER = 512
 _SLEEP_NS = 100_000
-_SLEEP_SHORT_NS = 50_000
-_LARGE_READ = 64 << 10
 _LONG_SILENCE_NS = 100_000
 _SLEEP_LONG_AFTER = 2_000
 SLEEP_LONG_NS = 200_000
@@ -80,11 +78,11 @@ def rest(p: Any, idle: Any) -> None:
     reads = p.cursor[READS]
     if idle < _YIELD_AFTER:
         relax(0)
-    elif reads > 0 and p.cursor[READ_BYTES] >= reads * _LARGE_READ:
-        # They take longer than a wake-up; looking meanwhile costs a core for nothing.
-        await_read(p.reader, _SLEEP_SHORT_NS)
     elif idle == _YIELD_AFTER:
         expect_silence(p)
+    elif are_large(p):
+        # They take longer than a wake-up; looking meanwhile costs a core for nothing.
+        await_read(p.reader, _SLEEP_NS)
     elif idle < _SLEEP_AFTER:
         relax(idle)
     elif reads > 0:

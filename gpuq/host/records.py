@@ -42,6 +42,8 @@ REQUEST_WORDS = 32
 
 TRACE_WORDS = 16
 
+_LARGE_READ = 64 << 10
+
 # The poller's own words.
 HEAD = 0  # next ticket to admit
 SWEEP = 1  # next slot to look at out of turn
@@ -211,6 +213,13 @@ def count_outstanding(p: Any, change: Any) -> None:
     """Count a request in or out."""
     p.cursor[REQUESTS] += change
     store_release(p.statistics, STATISTICS_OUTSTANDING, p.cursor[REQUESTS])
+
+
+@inlined
+def are_large(p: Any) -> Any:
+    """Say whether the reads in flight are large, taken together; without any they are not."""
+    reads = p.cursor[READS]
+    return reads > 0 and p.cursor[READ_BYTES] >= reads * _LARGE_READ
 
 
 @inlined
