@@ -324,14 +324,14 @@ MUTANTS = (
     _mutant(
         "a piece that goes straight ends behind its request",
         "straight",
-        ("direct_file.straight_bytes", "inner -= inner % alignment", "inner += inner % alignment"),
+        ("direct_file.straight_bytes", "edge) & -alignment", "edge + alignment - 1) & -alignment"),
     ),
     _mutant(
         "a piece goes straight to an address in another place of a block",
         "straight",
         (
             "direct_file.straight_bytes",
-            " or (address + edge) % alignment != 0",
+            " or (address + edge) & (alignment - 1) != 0",
             "",
         ),
         ("direct_file.straight_bytes", "return -edge if edge > 0 else", "return"),
@@ -451,10 +451,15 @@ MUTANTS = (
         "a completion is looked for without acquire",
         "io_uring",
         (
-            "uring._reap",
+            "uring._is_empty",
             "load_acquire(reader.cq_tail, 0)",
             "load_relaxed(reader.cq_tail, 0)",
         ),
+    ),
+    _mutant(
+        "completions that wait to be asked for are not asked for",
+        "io_uring",
+        ("uring._reap", "& SQ_TASKRUN == 0", "& SQ_TASKRUN >= 0"),
     ),
     _mutant(
         "what the kernel did not take is forgotten",

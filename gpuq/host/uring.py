@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuq.compiling import implements
+from gpuq.compiling import implements, inlined
 from gpuq.host.libc import SYS_IO_URING_ENTER, SYS_IO_URING_REGISTER, system_call
 from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
 from gpuq.host.uring_abi import (
@@ -157,16 +157,22 @@ def _flush(reader: Any) -> Any:
     return -sent
 
 
+@inlined
+def _is_empty(reader: Any, head: Any) -> Any:
+    """Whether the ring has no completion entry from `head` on."""
+    # Pairs with the kernel's release of the tail: the entry and the bytes read are visible.
+    return as_signed(load_acquire(reader.cq_tail, 0)) == head & _RESULT_MASK
+
+
 @implements(reap_read, UringReader)
 def _reap(reader: Any) -> Any:
     head = reader.words[_HEAD]
-    # Pairs with the kernel's release of the tail: the entry and the bytes read are visible.
-    if as_signed(load_acquire(reader.cq_tail, 0)) == head & _RESULT_MASK:
+    if _is_empty(reader, head):
         if as_signed(load_acquire(reader.sq_flags, 0)) & SQ_TASKRUN == 0:
             return -1, 0
         # Reads are over whose entries are not written yet: this thread is to write them.
         system_call(SYS_IO_URING_ENTER, reader.descriptor, 0, 0, ENTER_GETEVENTS, 0, 0)
-        if as_signed(load_acquire(reader.cq_tail, 0)) == head & _RESULT_MASK:
+        if _is_empty(reader, head):
             return -1, 0
     base = (head & reader.cq_mask) * CQE_WORDS
     lease = as_signed(reader.cqes[base])
