@@ -449,7 +449,7 @@ MUTANTS = (
     # --- the io_uring reader ---
     _mutant(
         "a completion is looked for without acquire",
-        "io_uring",
+        "io_uring that is busy",
         (
             "uring._is_empty",
             "load_acquire(reader.cq_tail, 0)",

@@ -87,18 +87,19 @@ _SWEEP_BATCH = 8
 def admit(p: Any) -> Any:
     """Take what kernels have posted, up to a batch; return how many requests that were.
 
-    The slot at the head comes last: what stood there is issued at once.
+    In the order of their tickets, as long as their producers keep it: the slot at the head comes
+    first, and others right after it was seen empty.
     """
     cursor = p.cursor
     admitted = 0
+    while admitted < _ADMIT_BATCH and admit_slot(p, cursor[HEAD] & (p.capacity - 1)):
+        admitted += 1
+        advance_head(p)
     for _ in range(min(_SWEEP_BATCH, p.capacity)):
         if admit_slot(p, cursor[SWEEP]):
             admitted += 1
         cursor[SWEEP] = (cursor[SWEEP] + 1) & (p.capacity - 1)
     advance_head(p)
-    while admitted < _ADMIT_BATCH and admit_slot(p, cursor[HEAD] & (p.capacity - 1)):
-        admitted += 1
-        advance_head(p)
     return admitted
 
 
