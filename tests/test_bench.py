@@ -97,7 +97,7 @@ def test_start_compiles_all_with_a_cold_cache(tmp_path: Path) -> None:
 def test_idle_reports_share_and_latencies(tmp_path: Path) -> None:
     results = bench(tmp_path, "idle", *SMALL, *SHORT, "--rest", "0.05")["results"]
     figures = ("idle_share_percent", "busy_latency_us", "first_latency_us", "later_us")
-    for figure in (*figures, "sleeping_share_percent", "plain_later_us"):
+    for figure in (*figures, "wake_up_us", "plain_later_us"):
         assert is_spread(results[figure])
 
 

@@ -8,13 +8,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import njit
 from stepping import DATA, Stepper
 
 from gpuq.host import poller as serving
 from gpuq.host import records
+from gpuq.host.libc import thread_cpu_ns
 from gpuq.testing import readers
 
 US = 1_000
+
+
+@njit(nogil=True)
+def read_thread_cpu() -> Any:
+    """Read the clock as compiled code does."""
+    return thread_cpu_ns()
+
+
+@njit(nogil=True)
+def spin_ns(duration: Any) -> None:
+    """Compute until this thread has used so much processor time."""
+    begun = thread_cpu_ns()
+    while thread_cpu_ns() - begun < duration:
+        pass
 
 
 @pytest.fixture
@@ -120,3 +136,27 @@ def test_the_first_pass_over_a_lot_of_large_reads_takes_what_its_bytes_allow() -
     made.assert_at_rest()
     np.testing.assert_array_equal(made.bytes[: 15 << 16], data[: 15 << 16])
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("wake_up", "sleep"), [(3 * US, 200 * US), (9 * US, 450 * US), (90 * US, 1000 * US)]
+)
+def test_an_idle_poller_sleeps_as_long_as_its_wake_ups_cost_a_fiftieth_of_a_core(
+    monkeypatch: pytest.MonkeyPatch, wake_up: int, sleep: int
+) -> None:
+    clock = Clock(monkeypatch, reads=0)
+    slept: list[int] = []
+    monkeypatch.setattr(serving, "sleep_ns", slept.append)
+    monkeypatch.setattr(serving, "thread_cpu_ns", lambda: wake_up * len(slept))
+    for idle in range(1, 10_000):
+        serving.rest(clock.poller, idle)
+    assert max(slept[: serving._SLEEP_LONG_AFTER - serving._SLEEP_AFTER]) == 100 * US
+    assert slept[-1] == sleep
+
+
+def test_a_poller_measures_its_own_wake_ups() -> None:
+    """Compiled as it is served: the clock is the thread's own."""
+    before = read_thread_cpu()
+    spin_ns(20_000_000)
+    used = read_thread_cpu() - before
+    assert used >= 20_000_000

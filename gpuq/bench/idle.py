@@ -1,7 +1,7 @@
 """``gpuq bench idle``: what an idle loader costs, and what its first request costs after that.
 
-Beside it stand two floors of the machine: a thread that sleeps as an idle poller does and looks
-at nothing, and a plain `preadv` of the same file after the same rest.
+Beside it stand two floors of the machine: what a wake-up costs a thread that does nothing else,
+and a plain `preadv` of the same file after the same rest.
 """
 
 from __future__ import annotations
@@ -69,21 +69,20 @@ class PlainReads:
         self._buffer.close()
 
 
-def _only_sleeping(seconds: float) -> float:
-    """Return the percentage of a core that a thread takes which sleeps as an idle poller does."""
-    shares = []
+def _wake_up_us(seconds: float) -> float:
+    """Return the processor time that each sleep of a thread costs which does nothing else."""
+    costs = []
 
     def sleep() -> None:
         sleep_precisely()
-        begun = time.thread_time(), time.perf_counter()
-        sleep_again_and_again(SLEEP_NS, int(seconds * 1e9))
-        spent = time.thread_time() - begun[0], time.perf_counter() - begun[1]
-        shares.append(100 * spent[0] / spent[1])
+        begun = time.thread_time()
+        sleeps = sleep_again_and_again(SLEEP_NS, int(seconds * 1e9))
+        costs.append(1e6 * (time.thread_time() - begun) / sleeps)
 
     thread = threading.Thread(target=sleep)
     thread.start()
     thread.join()
-    return shares[0]
+    return costs[0]
 
 
 def measure(
@@ -106,7 +105,7 @@ def measure(
         Rest before that.
     """
     busy, first, shares = [], [], []
-    sleeping, plain_later = [], []
+    wake_ups, plain_later = [], []
     sleep_again_and_again(SLEEP_NS, 0)
     with reading(path, nbytes, _WORK, reader=reader, direct=direct) as bound:
         _latencies_us(bound, 1, 1)
@@ -122,11 +121,11 @@ def measure(
     for _ in range(rounds):
         soon = statistics.median(plain.latency_us() for _ in range(_BUSY_PULLS))
         time.sleep(idle_seconds)
-        sleeping.append(_only_sleeping(seconds))
+        wake_ups.append(_wake_up_us(seconds))
         plain_later.append(plain.latency_us() - soon)
     plain.close()
     return {
-        "sleeping_share_percent": Spread.of(sleeping),
+        "wake_up_us": Spread.of(wake_ups),
         "plain_later_us": Spread.of(plain_later),
         "idle_share_percent": Spread.of(shares),
         "busy_latency_us": Spread.of(busy),
@@ -143,7 +142,7 @@ def show(result: dict[str, Any]) -> None:
         ("latency of a busy loader's request, us", result["busy_latency_us"].show(".0f")),
         ("latency of the first request after idling, us", result["first_latency_us"].show(".0f")),
         ("later by, us", result["later_us"].show(".0f")),
-        ("a thread that only sleeps as often, %", result["sleeping_share_percent"].show(".2f")),
+        ("a wake-up of a thread that only sleeps, core-us", result["wake_up_us"].show(".1f")),
         ("a plain read after the same rest, later by, us", result["plain_later_us"].show(".0f")),
     ]
     table("An idle loader", ("", "median (min–max)"), rows)

@@ -240,8 +240,11 @@ def add_up_resident(tile: Any, tiles: Any, arithmetic: Any) -> Any:
 
 
 @njit(nogil=True)
-def sleep_again_and_again(sleep: Any, duration_ns: Any) -> None:
-    """Sleep `sleep` nanoseconds at a time, as an idle poller does, and do nothing else."""
+def sleep_again_and_again(sleep: Any, duration_ns: Any) -> Any:
+    """Sleep `sleep` nanoseconds at a time, as an idle poller does; return how often."""
     until = clock_ns() + duration_ns
+    sleeps = 0
     while clock_ns() < until:
         sleep_ns(sleep)
+        sleeps += 1
+    return sleeps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from typing import Any
 
 from llvmlite import ir
@@ -90,6 +91,11 @@ def copy_memory(destination: Any, source: Any, nbytes: Any) -> None:
 def sleep_ns(duration_ns: Any) -> None:
     """Sleep for less than a second, in nanoseconds (nanosleep(2)); a signal may shorten it."""
     _libc.nanosleep(ctypes.byref(_Timespec(0, int(duration_ns))), None)
+
+
+def thread_cpu_ns() -> Any:
+    """Processor time that the calling thread has used, in nanoseconds (clock_gettime(3))."""
+    return time.thread_time_ns()
 
 
 def sleep_precisely() -> None:
@@ -179,6 +185,27 @@ def _futex(typing_context: Any, address: Any, operation: Any, value: Any, timeou
     return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
 
 
+def read_clock(builder: Any, clock: int) -> Any:
+    """Emit a call of clock_gettime(3); return its nanoseconds."""
+    word, half = ir.IntType(64), ir.IntType(32)
+    timespec = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
+    function_type = ir.FunctionType(half, [half, timespec.type])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "clock_gettime")
+    builder.call(function, [half(clock), timespec])
+    seconds, nanoseconds = (
+        builder.load(cgutils.gep_inbounds(builder, timespec, 0, part)) for part in (0, 1)
+    )
+    return builder.add(builder.mul(seconds, word(1_000_000_000)), nanoseconds)
+
+
+@intrinsic
+def _thread_cpu_ns(typing_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return read_clock(builder, time.CLOCK_THREAD_CPUTIME_ID)
+
+    return types.int64(), codegen
+
+
 @overload(system_call, strict=False)
 def _(number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
     def body(number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
@@ -250,6 +277,11 @@ def _(destination: Any, source: Any, nbytes: Any) -> Any:
 @overload(sleep_ns, strict=False)
 def _(duration_ns: Any) -> Any:
     return lambda duration_ns: _nanosleep(duration_ns)
+
+
+@overload(thread_cpu_ns, strict=False)
+def _() -> Any:
+    return lambda: _thread_cpu_ns()
 
 
 @overload(futex_wait, strict=False)

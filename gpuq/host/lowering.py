@@ -7,6 +7,7 @@ which is stronger than the contract and costs nothing on x86-64.
 from __future__ import annotations
 
 import platform
+import time
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from gpuq import ordering
+from gpuq.host.libc import read_clock
 
 _PAUSE = {"x86_64": "pause", "AMD64": "pause", "aarch64": "isb", "arm64": "isb"}.get(
     platform.machine(), ""
 )
 # The pause instruction is inline assembly, for which Numba sets up no parser.
 binding.initialize_native_asmparser()
-_CLOCK_MONOTONIC = 1
 # A wait of some milliseconds is no wait for a small read, and a core is worth more than the
 # microseconds by which a sleeper is late.
 _SPINS_BEFORE_YIELD = 64
@@ -109,15 +110,7 @@ def _pause(typing_context: Any) -> Any:
 @intrinsic
 def _monotonic_ns(typing_context: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word, half = ir.IntType(64), ir.IntType(32)
-        timespec = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
-        function_type = ir.FunctionType(half, [half, timespec.type])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "clock_gettime")
-        builder.call(function, [half(_CLOCK_MONOTONIC), timespec])
-        seconds, nanoseconds = (
-            builder.load(cgutils.gep_inbounds(builder, timespec, 0, part)) for part in (0, 1)
-        )
-        return builder.add(builder.mul(seconds, word(1_000_000_000)), nanoseconds)
+        return read_clock(builder, time.CLOCK_MONOTONIC)
 
     return types.int64(), codegen
 

@@ -59,6 +59,8 @@ LOT = 10  # reads submitted since the poller last found none to be over
 MOST_REAPED = 11  # reads that the next pass takes at most
 IDLE_SINCE_NS = 12  # when the poller last had nothing to do while reads were in flight, or 0
 SILENCE_NS = 13  # how long that lasts, of late
+IDLE_CPU_NS = 14  # processor time of the poller's thread when it last looked what idling costs
+IDLE_SLEEP_NS = 15  # how long it sleeps at a time where nothing was to do for long
 CURSOR_WORDS = 16
 
 # Statistics; the poller is the only writer. Completions by status come first.

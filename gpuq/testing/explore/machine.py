@@ -433,5 +433,6 @@ def stand_ins(world: World) -> dict[str, Any]:
         **operations(world),
         **{name: machine(name) for name in _CALLS},
         "sleep_ns": world.relax,
+        "thread_cpu_ns": lambda: 0,
         "time": SimpleNamespace(sleep=world.relax, monotonic=lambda: 0.0),
     }
