@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from gpuq.bench import fio, measuring, streaming
+from gpuq.bench import fio, measuring, streaming, whole
 from gpuq.bench.cli import app
 from gpuq.bench.files import bench_file
 from gpuq.bench.measuring import Sample, Spread, interleave, ratios
 from gpuq.bench.reading import BadStatusError, Reading, Work
+from gpuq.bench.whole import Goal
 
 runner = CliRunner()
 SHORT = ("--rounds", "1", "--seconds", "0.05")
@@ -65,6 +67,44 @@ def test_io_runs_alone_where_fio_is_missing(
     for result in json.loads(report.read_text())["results"]:
         assert result["fio_iops"] is None
         assert result["ratio"] is None
+
+
+def test_all_puts_what_came_out_beside_every_aim(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    document = bench(tmp_path, "all", *SHORT, "--no-cold", "--size", str(1 << 24))
+    results = document["results"]
+    assert " ".join(results) == "queue io gil cpu idle fair start load memory"
+    whole.show(as_spreads(results))
+    printed = capsys.readouterr().out
+    for name in results:
+        assert f"{name}: " in printed
+
+
+def as_spreads(value: Any) -> Any:
+    """Undo what JSON does to a spread."""
+    if isinstance(value, dict):
+        return (
+            Spread(**value)
+            if set(value) == {"median", "least", "most"}
+            else {key: as_spreads(one) for key, one in value.items()}
+        )
+    return [as_spreads(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("is_least", "median", "is_met"),
+    [(True, 0.97, True), (True, 0.96, False), (False, 0.97, True), (False, 0.98, False)],
+)
+def test_an_aim_is_met_by_the_median(is_least: bool, median: float, is_met: bool) -> None:
+    goal = Goal("io", "one / other", 0.97, is_least, Spread(median, 0.1, 9.0))
+    assert goal.is_met is is_met
+    assert goal.row()[3] == ("met" if is_met else "missed")
+    assert goal.row()[1] == ("≥ 0.97" if is_least else "≤ 0.97")
+
+
+def test_an_aim_without_a_peer_is_said_to_be_not_compared() -> None:
+    assert Goal("io", "one / other", 0.97, True, None).row()[2:] == ("–", "not compared")
 
 
 def test_gil_reports_all_three_main_threads(tmp_path: Path) -> None:

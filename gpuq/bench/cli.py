@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gpuq.config import DIRECT_MODES, READERS, LoaderConfig
+from gpuq.bench.options import (
+    Cold,
+    Direct,
+    Directory,
+    File,
+    Json,
+    Keep,
+    PeersPython,
+    Reader,
+    Rounds,
+    Seconds,
+    Size,
+    changes_of,
+    one_of,
+)
+from gpuq.config import READERS, LoaderConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,25 +36,6 @@ app = typer.Typer(
 )
 
 
-def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        for one in value if isinstance(value, list) else [value]:
-            if one not in allowed:
-                raise typer.BadParameter(f"{one!r} is none of {', '.join(allowed)}")
-        return value
-
-    return check
-
-
-File = Annotated[Path | None, typer.Option(help="Read this file instead of making one.")]
-Size = Annotated[int, typer.Option(min=1 << 20, help="Bytes of the file.")]
-Directory = Annotated[Path, typer.Option(help="Where the file is made: the disk to measure.")]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep the file that was made.")]
-Seconds = Annotated[float, typer.Option(min=0.001, help="Of one sample.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Samples of each contestant.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
-Reader = Annotated[str, typer.Option(callback=_one_of(READERS), help="auto, io_uring or threads.")]
-Direct = Annotated[str, typer.Option(callback=_one_of(DIRECT_MODES), help="auto, require or off.")]
 _GIB = 1 << 30
 
 
@@ -94,6 +90,46 @@ def _reporting(
         raise typer.Exit(1) from None
 
 
+@app.command("all")
+def whole(
+    size: Annotated[int, typer.Option(min=1 << 24, help="Bytes of the files.")] = _GIB,
+    directory: Directory = Path(),
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of most samples.")] = 1.0,
+    rounds: Rounds = 5,
+    peers_python: PeersPython = sys.executable,
+    cold: Cold = True,
+    direct: Direct = "auto",
+    json_file: Json = None,
+) -> None:
+    """Run every benchmark that has an aim, and print what came out beside it; some ten minutes."""
+    from gpuq.bench import whole as bench
+    from gpuq.bench.measuring import console
+
+    settings = {
+        "bytes": size,
+        "seconds": seconds,
+        "rounds": rounds,
+        "peers_python": peers_python,
+        "cold": cold,
+        "direct": direct,
+    }
+    with _reporting("all", directory, json_file, settings) as result:
+        with console.status("making the file") as status:
+            result.append(
+                bench.measure(
+                    directory,
+                    size,
+                    peers_python=peers_python,
+                    direct=direct,
+                    seconds=seconds,
+                    rounds=rounds,
+                    cold=cold,
+                    watch=status.update,
+                )
+            )
+        bench.show(result[0])
+
+
 @app.command()
 def io(
     file: File = None,
@@ -109,7 +145,7 @@ def io(
     reader: Annotated[
         list[str] | None,
         typer.Option(
-            callback=lambda value: _one_of(READERS)(value or []),
+            callback=lambda value: one_of(READERS)(value or []),
             help="auto, io_uring or threads; may be repeated.",
         ),
     ] = None,
@@ -203,9 +239,7 @@ def start(
     directory: Directory = Path(),
     keep: Keep = False,
     rounds: Rounds = 3,
-    cold: Annotated[
-        bool, typer.Option(help="Measure starts with an empty cache too; they compile everything.")
-    ] = True,
+    cold: Cold = True,
     json_file: Json = None,
 ) -> None:
     """Import gpuq and make a Loader, in new interpreters, with a cold cache and a warm one."""
@@ -265,9 +299,7 @@ def load(
     directory: Directory = Path(),
     keep: Keep = False,
     rounds: Rounds = 5,
-    peers_python: Annotated[
-        str, typer.Option(help="The Python that has the peers' packages; this one by default.")
-    ] = sys.executable,
+    peers_python: PeersPython = sys.executable,
     json_file: Json = None,
 ) -> None:
     """Load a .safetensors file into host arrays, beside what else loads one."""
@@ -404,17 +436,6 @@ def kernels(
         bench.show(result[0])
 
 
-def _changes(given: list[str]) -> dict[str, float]:
-    changes = {}
-    for one in given:
-        name, _, value = one.partition("=")
-        try:
-            changes[name] = float(value)
-        except ValueError:
-            raise typer.BadParameter(f"{one!r} is not of the form NAME=NUMBER") from None
-    return changes
-
-
 @app.command()
 def scale(
     size: Annotated[
@@ -440,7 +461,7 @@ def scale(
         result = bench.measure(
             sizes=size or bench.SIZES,
             drives=drives or bench.DRIVES,
-            changes=_changes(changed or []),
+            changes=changes_of(changed or []),
             requests=requests,
             spread=spread,
             seed=seed,

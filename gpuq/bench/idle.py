@@ -71,7 +71,7 @@ class PlainReads:
 
 def _wake_up_us(seconds: float) -> float:
     """Return the processor time that each sleep of a thread costs which does nothing else."""
-    costs = []
+    costs: list[float] = []
 
     def sleep() -> None:
         sleep_precisely()
