@@ -471,9 +471,14 @@ MUTANTS = (
         "io_uring that is busy",
         (
             "uring._flush",
-            "if sent == -_EAGAIN or sent == -_EBUSY or sent == -_EINTR:",
-            "if False:",
+            "return 0 if _comes_to_nothing(sent) else -sent",
+            "return -sent",
         ),
+    ),
+    _mutant(
+        "a ring that gives no completions any more does not end the queue",
+        "io_uring that fails",
+        ("uring._note_failure", "reader.words[_FAILURE] = -result", "pass"),
     ),
     # --- the threads reader ---
     _mutant(

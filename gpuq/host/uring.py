@@ -28,6 +28,7 @@ from gpuq.ordering import as_signed, as_word, load_acquire, store_release
 _TAIL = 0  # submission entries filled
 _UNSENT = 1  # of these, not yet handed to the kernel
 _HEAD = 2  # completion entries consumed
+_FAILURE = 3  # errno of a call for completions; those that are missing never come then
 _TIMESPEC = 4  # struct __kernel_timespec: seconds, nanoseconds
 _ARGUMENT = 6  # struct io_uring_getevents_arg: sigmask, sigmask_sz + pad, ts
 _WORDS = 16
@@ -36,7 +37,7 @@ _DESCRIPTORS = 1 << 16
 """Descriptors beyond this are read as if each of their reads might wait."""
 
 _EAGAIN, _EBUSY, _EINTR = errno.EAGAIN, errno.EBUSY, errno.EINTR
-_EBADFD = errno.EBADFD
+_EBADFD, _ETIME = errno.EBADFD, errno.ETIME
 _ARGUMENT_BYTES = 24
 _RESULT_MASK = 0xFFFFFFFF
 _RESULT_SIGN = 1 << 31
@@ -134,11 +135,24 @@ def _submit(
     store_release(reader.sq_tail, 0, np.uint32(tail + 1))
 
 
+@inlined
+def _comes_to_nothing(result: Any) -> Any:
+    """Whether io_uring_enter only found no time for what it was asked."""
+    return result == -_EAGAIN or result == -_EBUSY or result == -_EINTR or result == -_ETIME
+
+
+@inlined
+def _note_failure(reader: Any, result: Any) -> None:
+    """Have the next flush fail where a call for completions did."""
+    if result < 0 and not _comes_to_nothing(result):
+        reader.words[_FAILURE] = -result
+
+
 @implements(flush_reads, UringReader)
 def _flush(reader: Any) -> Any:
     unsent = reader.words[_UNSENT]
-    if unsent == 0:
-        return 0
+    if unsent == 0 or reader.words[_FAILURE] != 0:
+        return reader.words[_FAILURE]
     sent = system_call(SYS_IO_URING_ENTER, reader.descriptor, unsent, 0, 0, 0, 0)
     if sent == -_EBADFD:
         # The ring is not enabled yet. It will belong to this thread.
@@ -152,9 +166,7 @@ def _flush(reader: Any) -> Any:
         reader.words[_UNSENT] = unsent - sent
         return 0
     # Busy or interrupted: what is unsent is handed over again at the next flush.
-    if sent == -_EAGAIN or sent == -_EBUSY or sent == -_EINTR:
-        return 0
-    return -sent
+    return 0 if _comes_to_nothing(sent) else -sent
 
 
 @inlined
@@ -171,7 +183,8 @@ def _reap(reader: Any) -> Any:
         if as_signed(load_acquire(reader.sq_flags, 0)) & SQ_TASKRUN == 0:
             return -1, 0
         # Reads are over whose entries are not written yet: this thread is to write them.
-        system_call(SYS_IO_URING_ENTER, reader.descriptor, 0, 0, ENTER_GETEVENTS, 0, 0)
+        entered = system_call(SYS_IO_URING_ENTER, reader.descriptor, 0, 0, ENTER_GETEVENTS, 0, 0)
+        _note_failure(reader, entered)
         if _is_empty(reader, head):
             return -1, 0
     base = (head & reader.cq_mask) * CQE_WORDS
@@ -190,7 +203,7 @@ def _await(reader: Any, timeout_ns: Any) -> None:
     words = reader.words
     words[_TIMESPEC] = 0
     words[_TIMESPEC + 1] = timeout_ns
-    system_call(
+    entered = system_call(
         SYS_IO_URING_ENTER,
         reader.descriptor,
         0,
@@ -199,3 +212,4 @@ def _await(reader: Any, timeout_ns: Any) -> None:
         reader.words_address + _ARGUMENT * 8,
         _ARGUMENT_BYTES,
     )
+    _note_failure(reader, entered)

@@ -287,7 +287,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
         pieces((0, 6), (6, 8), statuses=(OK, ABORTED)),
         Bounds(1, 1, faults=1),
         Bounds(2, faults=1),
-        {"reader": "io_uring", "read_faults": (LOST_RING,), "may_fail": True},
+        {"reader": "deferred io_uring", "read_faults": (LOST_RING,), "may_fail": True},
     ),
     (
         "io_uring, waiting",

@@ -91,6 +91,11 @@ class KernelRing:
         """io_uring_enter(2)."""
         if number != SYS_IO_URING_ENTER or descriptor != _DESCRIPTOR:
             raise Violation(f"system call {number} on descriptor {descriptor}")
+        asks_only = complete > 0 or submit == 0
+        # A lost ring gives no more than it takes.
+        if asks_only and LOST_RING in self._faults and self._world.fault(2):
+            self._machine.faults_seen += 1
+            return -errno.EBADF
         if complete:
             # The poller has reaped all it could see: wait for one more.
             while self._ops.load_acquire(self.reader.cq_tail, 0) == self._ops.load_acquire(
