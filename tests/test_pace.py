@@ -103,6 +103,17 @@ def test_one_short_silence_ends_the_sleep_at_once(monkeypatch: pytest.MonkeyPatc
     assert len(clock.slept) == before
 
 
+@pytest.mark.parametrize("lasted", [5_000 * US, 3_600_000_000 * US])
+def test_a_silence_of_seconds_is_not_slept_through(
+    monkeypatch: pytest.MonkeyPatch, lasted: int
+) -> None:
+    """A stopped process sees one. A time-out is less than a second, and a post waits for it."""
+    clock = Clock(monkeypatch)
+    for _ in range(50):
+        clock.silence(lasted)
+    assert 900 * US < max(clock.slept) <= 1000 * US
+
+
 def test_a_poller_with_no_read_in_flight_learns_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

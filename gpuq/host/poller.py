@@ -49,6 +49,8 @@ _YIELD_AFTER = 64
 _SLEEP_AFTER = 512
 _SLEEP_NS = 100_000
 _LONG_SILENCE_NS = 100_000
+_LONGEST_SILENCE_NS = 1_600_000
+"""What is learned is cut to this: a post waits for the rest of a sleep, a millisecond at most."""
 _SLEEP_LONG_AFTER = 2_000
 SLEEP_LONG_NS = 200_000
 _SLEEP_LONGEST_NS = 1_000_000
@@ -131,7 +133,7 @@ def note_silence(p: Any) -> None:
     """Learn from a silence that is over: at once where it was short, slowly where it was long."""
     since = p.cursor[IDLE_SINCE_NS]
     if since > 0:
-        lasted, before = clock_ns() - since, p.cursor[SILENCE_NS]
+        lasted, before = min(clock_ns() - since, _LONGEST_SILENCE_NS), p.cursor[SILENCE_NS]
         p.cursor[SILENCE_NS] = lasted if lasted < before else before + (lasted - before) // 8
         p.cursor[IDLE_SINCE_NS] = 0
 
