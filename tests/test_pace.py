@@ -114,6 +114,19 @@ def test_a_silence_of_seconds_is_not_slept_through(
     assert 900 * US < max(clock.slept) <= 1000 * US
 
 
+def test_a_poller_does_not_sleep_while_a_copy_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of a copy wakes nobody."""
+    clock = Clock(monkeypatch)
+    clock.poller.cursor[records.COPIES] = 1
+    for _ in range(50):
+        clock.silence(200 * US)
+    clock.poller.cursor[records.READ_BYTES] <<= 8
+    clock.silence(200 * US)
+    assert clock.slept == []
+
+
 def test_a_poller_with_no_read_in_flight_learns_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -126,6 +126,8 @@ def _uring(config: LoaderConfig) -> ReaderChoice:
             reader, ring = make_uring_reader(config.staging_buffers, setup)
         except ReaderUnavailableError as error:
             refusal = error
+            if error.errno == _ETIME:
+                break  # that took its time once
         else:
             return ReaderChoice("io_uring", asked, reader, ring=ring)
     raise refusal

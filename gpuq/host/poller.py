@@ -85,7 +85,7 @@ def rest(p: Any, idle: Any) -> None:
         relax(0)
     elif idle == _YIELD_AFTER:
         expect_silence(p)
-    elif are_large(p):
+    elif are_large(p) and p.cursor[COPIES] == 0:
         # They take longer than a wake-up; looking meanwhile costs a core for nothing.
         await_read(p.reader, _SLEEP_NS)
     elif idle < _SLEEP_AFTER:
@@ -124,7 +124,8 @@ def expect_silence(p: Any) -> None:
     """
     p.cursor[IDLE_SINCE_NS] = clock_ns() if p.cursor[READS] > 0 else 0
     silence = p.cursor[SILENCE_NS]
-    if p.cursor[READS] > 0 and silence >= _LONG_SILENCE_NS:
+    # The end of a copy wakes nobody.
+    if p.cursor[READS] > 0 and p.cursor[COPIES] == 0 and silence >= _LONG_SILENCE_NS:
         await_read(p.reader, silence * 5 // 8)
 
 

@@ -128,6 +128,7 @@ class ProductPool:
             sources=2,
             destinations=1,
             counters=1,
+            trace=1,  # a request's tag is written down for a trace alone
         )
         driver = GatedDriver(board)
         self._service = Service(config, GatedDevice(driver))
