@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import targets
+from beside import begin_all
 from hypothesis import HealthCheck, settings
 from stepping import Stepper
 
@@ -190,6 +192,12 @@ def note_path(
     if record_property is not None:
         record_property("path", path)
     print(f"path: {explanation}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _beside(request: pytest.FixtureRequest) -> None:
+    """Have the first test begin what runs beside all of them."""
+    begin_all(request.session, targets.begin_beside)
 
 
 def pytest_configure() -> None:

@@ -1,16 +1,13 @@
-"""Searches of the interleaving explorer in processes of their own, one for each core."""
+"""Searches of the interleaving explorer, which begin before the tests that look at them."""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 from collections.abc import Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from beside import pool
 
 from gpuq.testing.explore import CONFIGURATIONS, Edit, Explorer, Outcome
 
@@ -19,15 +16,8 @@ MOST_SCHEDULES_OF_MUTANT = 20_000
 SAMPLES, SAMPLES_OF_LONG_FORM = 300, 20_000
 
 
-@functools.cache
-def pool() -> ProcessPoolExecutor:
-    """Return the processes: new ones, for threads of this one would not survive a fork."""
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context)
-
-
 def search(name: str, is_long: bool) -> Outcome:
-    """Search a configuration; runs in one of the processes."""
+    """Search a configuration; runs in a process of the pool."""
     configuration = CONFIGURATIONS[name]
     explorer = Explorer(configuration)
     bounds = configuration.long_bounds if is_long else configuration.bounds
@@ -40,7 +30,7 @@ def search(name: str, is_long: bool) -> Outcome:
 
 
 def find(name: str, edits: tuple[Edit, ...]) -> Outcome:
-    """Search a mutant for what is wrong with it; runs in one of the processes."""
+    """Search a mutant for what is wrong with it; runs in a process of the pool."""
     configuration = CONFIGURATIONS[name]
     return Explorer(configuration, edits).find(configuration.bounds, MOST_SCHEDULES_OF_MUTANT)
 
@@ -87,26 +77,11 @@ class Searches:
         ]
 
 
-def asked_names(request: pytest.FixtureRequest, fixture: str) -> list[str]:
+def asked_names(session: pytest.Session, fixture: str) -> list[str]:
     """Return the configurations that the selected tests ask a fixture for, in their order."""
     names = [
         item.callspec.params["name"]
-        for item in request.session.items
+        for item in session.items
         if fixture in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
     ]
     return list(dict.fromkeys(names))
-
-
-def print_at_the_end(config: pytest.Config, name: str, lines: Any) -> None:
-    """Have ``lines()`` printed when the tests are over."""
-
-    class Summary:
-        def pytest_sessionfinish(self) -> None:
-            # After a failure with -x, nobody waits for the other searches.
-            pool().shutdown(wait=False, cancel_futures=True)
-
-        def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-            for line in lines():
-                terminalreporter.write_line(line)
-
-    config.pluginmanager.register(Summary(), name)

@@ -2,17 +2,22 @@
 
 A test that is marked `everywhere` runs kernels by ``loader.launch``: compiled for the CPU in the
 usual session, and as Python under Numba's simulator in a process of its own, which
-`run_in_the_simulator` starts.
+`run_in_the_simulator` waits for: it began with the session (`beside`).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
+from beside import pool
 
 import gpuq
 from gpuq.compiling import SIMULATED
@@ -42,18 +47,36 @@ def open_loader(**given: Any) -> gpuq.Loader:
     return gpuq.Loader(target=TARGET, **(SMALL | given))
 
 
+def begin_beside(session: pytest.Session) -> None:
+    """Begin what the session's calls of `run_in_the_simulator` will wait for."""
+    if not SIMULATED:
+        for item in session.items:
+            if item.name == "test_marked_tests_hold_in_the_simulator":
+                _begin(str(item.path), item.module.__name__)  # type: ignore[attr-defined]
+
+
 def run_in_the_simulator(file: str, module: str) -> None:
     """Run the tests of a file that are marked `everywhere` with NUMBA_ENABLE_CUDASIM=1."""
     if SIMULATED:
         return
-    names = [f"{file}::{name}" for name in _marked[module]]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *names],
+    done = _begin(file, module).result()
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
+
+
+@functools.cache
+def _begin(file: str, module: str) -> Future[subprocess.CompletedProcess[str]]:
+    return pool().submit(_run, file, tuple(_marked[module]))
+
+
+def _run(file: str, names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run tests in the simulator; runs in a process of the pool."""
+    tests = [f"{file}::{name}" for name in names]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *tests],
         cwd=Path(file).parent.parent,
         env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]

@@ -5,6 +5,7 @@ A finding prints a seed; ``python -m gpuq.testing.explore NAME SEED`` runs that 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from searching import Searches, asked_names, print_at_the_end
+from beside import print_at_the_end
+from searching import Searches, asked_names
 
 from gpuq import compiling
 from gpuq.testing.explore import CONFIGURATIONS, Bounds, Configuration, Edit, Explorer
@@ -26,18 +28,27 @@ LEAST_SCHEDULES = 100_000
 NO_BOUND = 99
 
 
+@functools.cache
+def searches_of(session: pytest.Session) -> Searches:
+    searches = Searches(asked_names(session, "searches"))
+    print_at_the_end(session.config, "explorer", searches.summary)
+    return searches
+
+
+def begin_beside(session: pytest.Session) -> None:
+    searches_of(session)
+
+
 @pytest.fixture(scope="module")
 def searches(request: pytest.FixtureRequest) -> Searches:
     """The short form: complete within its bounds."""
-    searches = Searches(asked_names(request, "searches"))
-    print_at_the_end(request.config, "explorer", searches.summary)
-    return searches
+    return searches_of(request.session)
 
 
 @pytest.fixture(scope="module")
 def long_searches(request: pytest.FixtureRequest) -> Searches:
     """The long form, which stops at a number of schedules."""
-    searches = Searches(asked_names(request, "long_searches"), is_long=True)
+    searches = Searches(asked_names(request.session, "long_searches"), is_long=True)
     print_at_the_end(request.config, "explorer, long form", searches.summary)
     return searches
 

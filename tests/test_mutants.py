@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future
 
 import pytest
+from beside import pool, print_at_the_end
 from mutants import MUTANTS, Mutant
-from searching import find, pool, print_at_the_end
+from searching import find
 
 from gpuq.testing.explore import CONFIGURATIONS, Edit, Explorer, MutationError, Outcome
 
@@ -41,16 +43,25 @@ class Hunt:
         return lines + [f"  survived: {name}" for name in self.survivors]
 
 
-@pytest.fixture(scope="module")
-def hunt(request: pytest.FixtureRequest) -> Hunt:
+@functools.cache
+def hunt_of(session: pytest.Session) -> Hunt:
     asked = [
         item.callspec.params["mutant"]
-        for item in request.session.items
+        for item in session.items
         if "hunt" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
     ]
     hunt = Hunt(asked)
-    print_at_the_end(request.config, "mutants", hunt.summary)
+    print_at_the_end(session.config, "mutants", hunt.summary)
     return hunt
+
+
+def begin_beside(session: pytest.Session) -> None:
+    hunt_of(session)
+
+
+@pytest.fixture(scope="module")
+def hunt(request: pytest.FixtureRequest) -> Hunt:
+    return hunt_of(request.session)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
