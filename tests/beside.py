@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-_LEAST_URGENT = 19
-"""Of nice values: these processes run where a core would be idle."""
+_LESS_URGENT = 5
+"""Added to their nice value; with more they would starve where others keep all cores busy."""
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def pool() -> ProcessPoolExecutor:
     """Return the processes: new ones, for threads of this one would not survive a fork."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(
-        os.cpu_count() or 1, mp_context=context, initializer=os.nice, initargs=(_LEAST_URGENT,)
+        os.cpu_count() or 1, mp_context=context, initializer=os.nice, initargs=(_LESS_URGENT,)
     )
 
 

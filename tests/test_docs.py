@@ -1,11 +1,14 @@
 """The pages that people paste from: every Python block in them runs as it stands."""
 
+import functools
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from beside import pool
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,13 +37,34 @@ def run(block, folder):
     return done.stdout
 
 
+def run_all(blocks):
+    """Run blocks one after the other in a folder of their own; runs in a process of the pool."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [run(block, Path(folder)) for block in blocks]
+
+
+@functools.cache
+def begin(*blocks):
+    return pool().submit(run_all, blocks)
+
+
+def begin_beside(session):
+    for item in session.items:
+        name = getattr(item, "originalname", "")
+        if name == "test_block_runs_as_it_stands":
+            begin(item.callspec.params["block"])
+        elif name == "test_the_tutorials_blocks_run_one_after_the_other":
+            begin(*blocks_of(TUTORIAL))
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs_as_it_stands(block, tmp_path):
-    assert "False" not in run(block, tmp_path).splitlines()[0]
+def test_block_runs_as_it_stands(block):
+    (shown,) = begin(block).result()
+    assert "False" not in shown.splitlines()[0]
 
 
-def test_the_tutorials_blocks_run_one_after_the_other(tmp_path):
-    shown = [run(block, tmp_path) for block in blocks_of(TUTORIAL)]
+def test_the_tutorials_blocks_run_one_after_the_other():
+    shown = begin(*blocks_of(TUTORIAL)).result()
     assert len(shown) == 5
     assert "False" not in "".join(shown)
     assert shown[1].startswith("status: OK\n")
