@@ -53,9 +53,9 @@ _LONGEST_SILENCE_NS = 1_600_000
 """What is learned is cut to this: a post waits for the rest of a sleep, a millisecond at most."""
 _SLEEP_LONG_AFTER = 2_000
 SLEEP_LONG_NS = 200_000
-_SLEEP_LONGEST_NS = 1_000_000
+_SLEEP_LONGEST_NS = 2_000_000
 _SLEEPS_PER_LOOK = 256
-_MOST_OF_A_CORE = 50  # an idle poller takes at most one part in so many of a core
+_MOST_OF_A_CORE = 60  # an idle poller takes at most one part in so many of a core
 
 
 @compiled
@@ -87,7 +87,7 @@ def rest(p: Any, idle: Any) -> None:
         expect_silence(p)
     elif are_large(p) and p.cursor[COPIES] == 0:
         # They take longer than a wake-up; looking meanwhile costs a core for nothing.
-        await_read(p.reader, _SLEEP_NS)
+        await_read(p.reader, max(_SLEEP_NS, p.cursor[SILENCE_NS] // 2))
     elif idle < _SLEEP_AFTER:
         relax(idle)
     elif reads > 0:
