@@ -17,6 +17,7 @@ from gpuq.bench.options import (
     File,
     Json,
     Keep,
+    LoadRest,
     PeersPython,
     Reader,
     Rounds,
@@ -97,6 +98,7 @@ def whole(
     seconds: Annotated[float, typer.Option(min=0.001, help="Of most samples.")] = 1.0,
     rounds: Rounds = 5,
     peers_python: PeersPython = sys.executable,
+    rest: LoadRest = 3.0,
     cold: Cold = True,
     direct: Direct = "auto",
     json_file: Json = None,
@@ -110,6 +112,7 @@ def whole(
         "seconds": seconds,
         "rounds": rounds,
         "peers_python": peers_python,
+        "rest": rest,
         "cold": cold,
         "direct": direct,
     }
@@ -120,6 +123,7 @@ def whole(
                     directory,
                     size,
                     peers_python=peers_python,
+                    rest=rest,
                     direct=direct,
                     seconds=seconds,
                     rounds=rounds,
@@ -300,13 +304,14 @@ def load(
     keep: Keep = False,
     rounds: Rounds = 5,
     peers_python: PeersPython = sys.executable,
+    rest: LoadRest = 3.0,
     json_file: Json = None,
 ) -> None:
     """Load a .safetensors file into host arrays, beside what else loads one."""
     from gpuq.bench import load as bench
     from gpuq.bench.measuring import console
 
-    settings = {"bytes": size, "rounds": rounds, "peers_python": peers_python}
+    settings = {"bytes": size, "rounds": rounds, "peers_python": peers_python, "rest": rest}
     with _reporting("load", directory, json_file, settings) as result:
         with console.status("making the file") as status:
             result.append(
@@ -314,6 +319,7 @@ def load(
                     size,
                     directory,
                     peers_python=peers_python,
+                    rest=rest,
                     rounds=rounds,
                     keep=keep,
                     watch=status.update,

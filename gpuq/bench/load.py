@@ -38,6 +38,9 @@ OWN = ("gpuq", "np.fromfile", "preadv loop")
 """They run under gpuq's own Python; the others under the peers'."""
 NEED_A_GPU = ("fastsafetensors with GPUDirect Storage", "kvikio", "nvidia-dali")
 """Loaders that cannot run on the CPU target, where this compares: named, not measured."""
+REST_SECONDS = 3.0
+"""Before each sample: the system gives what was freed back to a virtual machine's host two seconds
+later, and would do so while the next process is timed."""
 _TIMEOUT_SECONDS = 600
 
 
@@ -115,10 +118,12 @@ class _Way:
         Why it cannot do this here; it is left out then. gpuq itself must not fail.
     """
 
-    def __init__(self, name: str, group: tuple[str, str], files: _Files, python: str) -> None:
+    def __init__(
+        self, name: str, group: tuple[str, str], files: _Files, python: str, rest: float = 0.0
+    ) -> None:
         self.mode, self.state = group
         self.command = [*_command(name, python), f"{name} {self.mode}"]
-        self.name, self.files = name, files
+        self.name, self.files, self.rest = name, files, rest
         self.cached_after: list[float] = []
         self.failure = ""
 
@@ -127,6 +132,7 @@ class _Way:
             return Sample(0, 0.0, 0.0)
         path = self.files.path
         (make_cold if self.state == "cold" else make_cached)(path)
+        time.sleep(self.rest)
         is_first = not self.cached_after
         before = cpu_seconds_of_all()
         began = time.perf_counter()
@@ -151,6 +157,7 @@ def measure(
     *,
     peers_python: str = sys.executable,
     rounds: int = 5,
+    rest: float = REST_SECONDS,
     keep: bool = False,
     watch: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -166,6 +173,8 @@ def measure(
         The Python that has the peers' packages.
     rounds : int
         Samples of each contestant in each group.
+    rest : float
+        Seconds before each of them.
     keep : bool
         Whether the file stays.
     watch : callable
@@ -189,7 +198,7 @@ def measure(
         for group in GROUPS:
             watch(" ".join(group))
             ways = {
-                name: _Way(name, group, files, peers_python)
+                name: _Way(name, group, files, peers_python, rest)
                 for name in load_worker.NEEDS
                 if name not in missing and f"{name} {group[0]}" in load_worker.WAYS
             }

@@ -71,6 +71,7 @@ def measure(
     seconds: float = 1.0,
     rounds: int = 5,
     cold: bool = True,
+    rest: float = load.REST_SECONDS,
     watch: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Run them one after another over one file; return the results by the benchmarks' names.
@@ -90,6 +91,8 @@ def measure(
         Samples of each contestant.
     cold : bool
         Whether `start` empties the cache, too.
+    rest : float
+        Seconds before each sample of `load`.
     watch : callable
         Told what is being measured.
 
@@ -116,6 +119,7 @@ def measure(
         directory,
         peers_python=peers_python,
         rounds=rounds,
+        rest=rest,
         watch=lambda group: watch(f"load, {group}"),
     )
     watch("memory")
