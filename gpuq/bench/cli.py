@@ -38,6 +38,7 @@ app = typer.Typer(
 
 
 _GIB = 1 << 30
+_LOAD_REST = 3.0
 
 
 @contextmanager
@@ -98,12 +99,12 @@ def whole(
     seconds: Annotated[float, typer.Option(min=0.001, help="Of most samples.")] = 1.0,
     rounds: Rounds = 5,
     peers_python: PeersPython = sys.executable,
-    rest: LoadRest = 3.0,
+    rest: LoadRest = _LOAD_REST,
     cold: Cold = True,
     direct: Direct = "auto",
     json_file: Json = None,
 ) -> None:
-    """Run every benchmark that has an aim, and print what came out beside it; some ten minutes."""
+    """Run every benchmark that has an aim, for 15 minutes; print what came out beside it."""
     from gpuq.bench import whole as bench
     from gpuq.bench.measuring import console
 
@@ -304,7 +305,7 @@ def load(
     keep: Keep = False,
     rounds: Rounds = 5,
     peers_python: PeersPython = sys.executable,
-    rest: LoadRest = 3.0,
+    rest: LoadRest = _LOAD_REST,
     json_file: Json = None,
 ) -> None:
     """Load a .safetensors file into host arrays, beside what else loads one."""

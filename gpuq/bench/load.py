@@ -38,9 +38,6 @@ OWN = ("gpuq", "np.fromfile", "preadv loop")
 """They run under gpuq's own Python; the others under the peers'."""
 NEED_A_GPU = ("fastsafetensors with GPUDirect Storage", "kvikio", "nvidia-dali")
 """Loaders that cannot run on the CPU target, where this compares: named, not measured."""
-REST_SECONDS = 3.0
-"""Before each sample: the system gives what was freed back to a virtual machine's host two seconds
-later, and would do so while the next process is timed."""
 _TIMEOUT_SECONDS = 600
 
 
@@ -157,7 +154,7 @@ def measure(
     *,
     peers_python: str = sys.executable,
     rounds: int = 5,
-    rest: float = REST_SECONDS,
+    rest: float = 0.0,
     keep: bool = False,
     watch: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -174,7 +171,8 @@ def measure(
     rounds : int
         Samples of each contestant in each group.
     rest : float
-        Seconds before each of them.
+        Seconds before each of them. What was freed goes back to a virtual machine's host two
+        seconds later, and would do so while the next process is timed.
     keep : bool
         Whether the file stays.
     watch : callable

@@ -9,6 +9,7 @@ Arguments: the way, the file, a small file, and 1 to print a digest of all array
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
@@ -215,7 +216,7 @@ def make_memory_near(nbytes: int) -> None:
     it has left it memory.
     """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system may have none
             memory.madvise(mmap.MADV_HUGEPAGE)
         for position in range(0, nbytes, _PAGE):
             memory[position] = 1

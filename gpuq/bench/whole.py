@@ -71,7 +71,7 @@ def measure(
     seconds: float = 1.0,
     rounds: int = 5,
     cold: bool = True,
-    rest: float = load.REST_SECONDS,
+    rest: float = 0.0,
     watch: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Run them one after another over one file; return the results by the benchmarks' names.
@@ -92,7 +92,7 @@ def measure(
     cold : bool
         Whether `start` empties the cache, too.
     rest : float
-        Seconds before each sample of `load`.
+        See `load.measure`.
     watch : callable
         Told what is being measured.
 
