@@ -74,11 +74,21 @@ def test_all_puts_what_came_out_beside_every_aim(
 ) -> None:
     document = bench(tmp_path, "all", *SHORT, "--no-cold", "--rest", "0", "--size", str(1 << 24))
     results = document["results"]
-    assert " ".join(results) == "queue io gil cpu idle fair start load memory"
+    assert " ".join(results) == "memory queue io gil cpu idle fair start load"
     whole.show(as_spreads(results))
     printed = capsys.readouterr().out
     for name in results:
         assert f"{name}: " in printed
+
+
+def test_all_refuses_a_wrong_python_before_anything_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "bench_file", None)
+    command = ["all", "--peers-python", str(tmp_path / "python"), "--directory", str(tmp_path)]
+    ended = runner.invoke(app, command)
+    assert ended.exit_code == 1
+    assert str(tmp_path / "python") in ended.stderr
 
 
 def as_spreads(value: Any) -> Any:

@@ -100,7 +100,12 @@ def measure(
     ------
     BadStatusError, FioError, WorkerError, WrongBytesError, CacheStateError
     """
+    # What can be refused is found before anything was measured.
+    load.find_missing(peers_python)
     results: dict[str, Any] = {}
+    watch("memory")
+    with bench_file(None, nbytes * _MEMORY_TIMES, directory, keep=False) as (path, size):
+        results["memory"] = memory.measure(path, size, direct=direct, rounds=min(rounds, 3))
     pace: dict[str, Any] = {"direct": direct, "seconds": seconds, "rounds": rounds}
     with bench_file(None, nbytes, directory, keep=False) as (path, size):
         watch("queue")
@@ -122,9 +127,6 @@ def measure(
         rest=rest,
         watch=lambda group: watch(f"load, {group}"),
     )
-    watch("memory")
-    with bench_file(None, nbytes * _MEMORY_TIMES, directory, keep=False) as (path, size):
-        results["memory"] = memory.measure(path, size, direct=direct, rounds=min(rounds, 3))
     return results
 
 
