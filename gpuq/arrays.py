@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,15 @@ import numpy as np
 from gpuq.errors import ConfigError, DestinationError, MemoryLimitError
 from gpuq.formats import ArrayEntry, ArrayFile, open_arrays
 from gpuq.handles import ArraySource, ArraySources, Source
-from gpuq.host.pages import bring_in, placed_empty
+from gpuq.host.pages import Region, bring_in, can_be_placed
 from gpuq.progress import Progress, telling
 from gpuq.reading import check_may_wait, reads_at_once, start_read
 
 _LOADED_AT_ONCE = 64
+_BYTES_AT_ONCE = 256 << 20
+"""More would be more requests than staging's bytes are enough for, and the pieces of all short."""
+_RUN_BYTES = 32 << 20
+_GAP_BYTES = 4096
 
 
 def open_sources(
@@ -58,39 +61,95 @@ def load(
         return _read_all(loader, entries, sources, is_on_host=device == "cpu", advance=advance)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Arrays that stand one behind the other in a file, and are read as one.
+
+    Attributes
+    ----------
+    entries : list of ArrayEntry
+    joins : bool
+        Whether they are parts of one region of memory; else there is one entry.
+    """
+
+    entries: list[ArrayEntry]
+    joins: bool
+
+    @property
+    def start(self) -> int:
+        return self.entries[0].start
+
+    @property
+    def end(self) -> int:
+        return self.entries[-1].end
+
+
+def _runs(entries: list[ArrayEntry], may_join: bool) -> Iterator[_Run]:
+    """Divide entries into runs; no two arrays share a byte of memory, even if they do in a file."""
+    run: list[ArrayEntry] = []
+    for entry in sorted(entries, key=lambda entry: (entry.path, entry.start, entry.end)):
+        joins = may_join and can_be_placed(entry.dtype, entry.start)
+        if run and not (
+            joins
+            and entry.path == run[0].path
+            and 0 <= entry.start - run[-1].end <= _GAP_BYTES
+            and entry.end - run[0].start <= _RUN_BYTES
+        ):
+            yield _Run(run, joins=True)
+            run = []
+        if joins:
+            run.append(entry)
+        else:
+            yield _Run([entry], joins=False)
+    if run:
+        yield _Run(run, joins=True)
+
+
 def _read_all(
     loader: Any, entries: list[ArrayEntry], sources: ArraySources, is_on_host: bool, advance: Any
 ) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
-    outstanding: deque[tuple[ArrayEntry, Future[Any]]] = deque()
+    arrays = {entry.name: _new_array(loader, entry) for entry in entries if entry.nbytes == 0}
+    outstanding: deque[tuple[_Run, Any, Future[Any]]] = deque()
     most = reads_at_once(loader, _LOADED_AT_ONCE)
-    is_placed = is_on_host or loader.target == "cpu"
 
-    def settle() -> None:
-        entry, future = outstanding[0]
+    def settle() -> int:
+        run, memory, future = outstanding[0]
         future.result()
         outstanding.popleft()
-        advance(entry.nbytes)
+        for entry in run.entries:
+            if run.joins:
+                part = memory.part(entry.start - run.start, entry.nbytes)
+                arrays[entry.name] = _as_array(part, entry)
+            else:
+                arrays[entry.name] = _in_order(memory, entry)
+            advance(entry.nbytes)
+        return run.end - run.start
 
+    nbytes = 0
+    may_join = is_on_host or loader.target == "cpu"
     try:
-        for entry in entries:
-            empty = partial(placed_empty, file_offset=entry.start) if is_placed else loader.empty
-            arrays[entry.name], memory = _array_for(empty, entry)
-            if entry.nbytes == 0:
-                continue
-            if len(outstanding) == most:
-                settle()
-            source = sources[entry.name].source
-            outstanding.append((entry, start_read(loader, source, entry.start, entry.end, memory)))
-            if isinstance(memory, np.ndarray):
-                # While the read is under way: else the poller's copy waits for page after page.
-                bring_in(memory)
+        for run in _runs([entry for entry in entries if entry.nbytes], may_join):
+            while len(outstanding) == most or nbytes >= _BYTES_AT_ONCE:
+                nbytes -= settle()
+            nbytes += run.end - run.start
+            first = run.entries[0]
+            if run.joins:
+                memory = Region(run.end - run.start, run.start)
+                to = memory.memory
+            else:
+                to = memory = loader.empty(_shape_in_file(first), first.dtype)
+            source = sources[first.name].source
+            outstanding.append((run, memory, start_read(loader, source, run.start, run.end, to)))
+            if isinstance(to, np.ndarray) and not source._is_cached(run.start, run.end):
+                # While the read is under way: else the poller waits for page after page. What is
+                # only copied is cleared right before, by whoever copies, and still in its cache.
+                bring_in(to)
         while outstanding:
             settle()
     finally:
-        for _, future in outstanding:
+        for *_, future in outstanding:
             future.cancel()
-    return arrays
+    return {entry.name: arrays[entry.name] for entry in entries}
 
 
 def _chosen(file: ArrayFile, names: Sequence[str] | None) -> list[ArrayEntry]:
@@ -190,13 +249,21 @@ def with_dtype_of_target(loader: Any, entry: ArrayEntry) -> ArrayEntry:
     return entry
 
 
-def _array_for(empty: Any, entry: ArrayEntry) -> tuple[Any, Any]:
-    """Return an array as its file describes it, and its bytes in the order of the file."""
+def _shape_in_file(entry: ArrayEntry) -> Any:
+    """Return the shape of an array whose elements stand in C order as they do in the file."""
     if entry.packed:
-        memory = empty(entry.nbytes, entry.dtype)
-    elif entry.order == "F":
-        memory = empty(entry.shape[::-1], entry.dtype)
-        return memory.T, memory
-    else:
-        memory = empty(entry.shape, entry.dtype)
-    return memory, memory
+        return entry.nbytes
+    return entry.shape[::-1] if entry.order == "F" else entry.shape
+
+
+def _as_array(memory: Any, entry: ArrayEntry) -> Any:
+    """Return the bytes of an array as its file describes it."""
+    return _in_order(memory.view(entry.dtype).reshape(_shape_in_file(entry)), entry)
+
+
+def _in_order(array: Any, entry: ArrayEntry) -> Any:
+    return array.T if entry.order == "F" and not entry.packed else array
+
+
+def _new_array(loader: Any, entry: ArrayEntry) -> Any:
+    return _in_order(loader.empty(_shape_in_file(entry), entry.dtype), entry)

@@ -187,6 +187,13 @@ class HostSide(Registry):
             The file has no array of a name.
         FormatError, OSError, ReadError and others
             From the headers, from opening, and from reading.
+
+        Notes
+        -----
+        Arrays that stand one behind the other in a file are read as one, and an error may name
+        the range of several. On the CPU they lie in one region of memory of up to 32 MiB, or as
+        long as the array: each gives its pages back when nothing views it, and the region's
+        addresses are free when all its arrays are gone.
         """
         self._service.check()
         return arrays.load(self, os.fsdecode(path), tensors, device, progress, memory_limit)
