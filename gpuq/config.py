@@ -37,7 +37,8 @@ class LoaderConfig:
     staging_buffers : int
         Reads in flight at once.
     staging_bytes : int
-        Bytes of one staging buffer, the most that one read brings; a multiple of 4096.
+        Bytes of one staging buffer, a multiple of 4096. A read brings no more, or eight times as
+        much, up to 4 MiB, where it needs no buffer.
     merge_bytes : int
         The most bytes that are read at once for neighbouring requests; 0: each is read alone.
     straight_bytes : int

@@ -133,6 +133,7 @@ class Stepper:
         alignment: int = ALIGNMENT,
         merge_bytes: int = 0,
         straight_bytes: int = 0,
+        longest_straight: int | None = None,
         trace: int = 0,
     ) -> None:
         self.data = np.ascontiguousarray(data, dtype=np.uint8)
@@ -153,6 +154,7 @@ class Stepper:
             self.copier,
             merge_bytes=merge_bytes,
             straight_bytes=straight_bytes,
+            longest_straight=longest_straight,
             trace=trace,
         )
         # Where the size is asked for, a real file must stand behind the buffered descriptor.

@@ -86,13 +86,81 @@ def test_a_buffered_file_has_blocks_of_one_byte(straight: Any) -> None:
     s.assert_at_rest()
 
 
-def test_a_piece_is_no_longer_than_a_buffer(straight: Any) -> None:
+def test_a_piece_is_no_longer_than_a_buffer_unless_it_is_said(straight: Any) -> None:
     s = straight(DATA)
     offset = fitting_offset(s, 0)
     s.post(0, 3 * BUFFER, offset)
     s.run()
     assert sorted(int(n) for n in s.log()[:, readers.NBYTES]) == [BUFFER] * 3
     s.assert_only(offset, DATA[: 3 * BUFFER])
+
+
+def test_long_pieces_end_at_multiples_of_their_length_in_the_file(straight: Any) -> None:
+    # One that began at the odd end of the first had the system cut each read in three.
+    s = straight(DATA, longest_straight=2 * BUFFER)
+    start, end = 2 * ALIGNMENT, 4 * BUFFER + 3 * ALIGNMENT
+    offset = fitting_offset(s, start)
+    ticket = s.post(start, end, offset)
+    s.run()
+    assert s.status(ticket) == Status.OK
+    reads = sorted((int(at), int(n)) for at, n in s.log()[:, [readers.OFFSET, readers.NBYTES]])
+    assert reads == [
+        (start, 2 * BUFFER - start),
+        (2 * BUFFER, 2 * BUFFER),
+        (4 * BUFFER, 3 * ALIGNMENT),
+    ]
+    s.assert_only(offset, DATA[start:end])
+    s.assert_at_rest()
+
+
+def test_what_goes_straight_is_bounded_in_bytes_and_a_small_request_passes_it(
+    straight: Any,
+) -> None:
+    s = straight(DATA, longest_straight=4 * BUFFER)
+    first = fitting_offset(s, 0)
+    s.reader.words[readers.GATE] = 1
+    large = [s.post(0, 4 * BUFFER, first + i * 4 * BUFFER) for i in range(2)]
+    small = s.post(700, 800)
+    s.run()
+    # The first brings as much as all four buffers hold; the second has a short piece.
+    assert [int(n) for n in s.log()[:, readers.NBYTES]] == [4 * BUFFER, BUFFER, ALIGNMENT]
+    assert s.free_leases == 1
+    s.reader.words[readers.GATE] = 0
+    s.run()
+    assert [s.status(ticket) for ticket in (*large, small)] == [Status.OK] * 3
+    assert went_straight(s) == 8 * BUFFER
+    s.assert_at_rest()
+
+
+def test_a_straight_request_is_not_overtaken_for_ever_by_staged_ones(straight: Any) -> None:
+    # Staged reads that hold all buffers bring as much as goes straight at once: it went back in
+    # the ring whenever it was at its head, and behind all that had come meanwhile.
+    s = straight(DATA, capacity=64, buffers=2)
+    first = fitting_offset(s, 0)
+    s.reader.words[readers.ORDER] = readers.BY_LIST
+    s.reader.order[:] = np.arange(len(s.reader.order))
+    staged = [s.post(0, BUFFER, first + 1) for _ in range(3)]
+    wanted = s.post(0, BUFFER, first)
+    for answered in range(1, 7):
+        staged += [s.post(0, BUFFER, first + 1) for _ in range(2)]
+        for _ in range(3):
+            s.step()
+        s.reader.words[readers.LISTED] = answered
+        for _ in range(3):
+            s.step()
+    assert s.status(wanted) == Status.OK
+    assert Status.PENDING in {s.status(ticket) for ticket in staged}
+
+
+def test_a_loaders_long_reads_are_eight_buffers_or_four_mib(
+    make_loader: Callable[..., gpuq.Loader],
+) -> None:
+    for staging, longest in ((4096, 8 * 4096), (1 << 19, 1 << 22), (12288 * 100, 3 * 12288 * 100)):
+        loader = make_loader(staging_bytes=staging, staging_buffers=2)
+        assert loader._service.poller.longest_straight == longest
+        loader.close()
+    loader = make_loader(staging_bytes=1 << 24, staging_buffers=2)
+    assert loader._service.poller.longest_straight == 1 << 24
 
 
 @pytest.mark.parametrize("settings", [{"straight_bytes": 0}, {"straight_bytes": 4096}], ids=str)

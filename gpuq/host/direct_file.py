@@ -64,14 +64,16 @@ def straight_bytes(
 ) -> Any:
     """Return how many bytes from `start` on can be read to `address` and need no buffer.
 
-    Whole blocks, at least `least` of them in all up to `end`, at most `most` at once. 0 where
-    none can; less than 0 where so many come before the first of them.
+    Whole blocks, at least `least` bytes of them in all up to `end`, and at once up to the next
+    multiple of `most` in the file, a multiple of the alignment: the system cuts large reads where
+    they cross blocks of the disk. 0 where none can; less than 0 where so many bytes come before
+    the first of them.
     """
     edge = -start & (alignment - 1)
     inner = (end - start - edge) & -alignment
     if inner < least or inner <= 0 or (address + edge) & (alignment - 1) != 0:
         return 0
-    return -edge if edge > 0 else min(inner, most)
+    return -edge if edge > 0 else min(inner, most - start % most)
 
 
 @inlined

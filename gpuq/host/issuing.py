@@ -89,7 +89,7 @@ def issue(p: Any) -> Any:
     while cursor[QUEUE_COUNT] > at_most:
         slot = p.queue[cursor[QUEUE_HEAD]]
         request = p.requests[slot]
-        if request[STATUS] == _OK and request[PIECES] >= most:
+        if request[STATUS] == _OK and has_enough(p, request, most):
             move_to_back(p)
             at_most += 1
             continue
@@ -121,6 +121,29 @@ def most_pieces(p: Any) -> Any:
     buffers = len(p.staging.free)
     most = max(_MOST_PIECES, _MOST_BYTES // p.staging.buffer_bytes)
     return min(most, buffers - 1 if buffers > 2 else buffers)
+
+
+@inlined
+def has_enough(p: Any, request: Any, most: Any) -> Any:
+    """Say whether so much is in flight that a request with more pieces waits for some of it.
+
+    Staged pieces are bounded by the buffers. What goes straight needs a lease but none of their
+    memory, so its bytes are: those of one request, and those of all together. A request that has
+    nothing in flight only waits for a lease, in its turn.
+    """
+    if request[PIECES] >= most:
+        return True
+    if request[MAY_GO_STRAIGHT] == 0 or request[PIECES] == 0:
+        return False
+    return request[PIECES] * p.longest_straight >= max(
+        _MOST_BYTES, 2 * p.longest_straight
+    ) or is_much_in_flight(p)
+
+
+@inlined
+def is_much_in_flight(p: Any) -> Any:
+    """Say whether reads in flight bring as much as all staging buffers hold."""
+    return p.cursor[READ_BYTES] >= len(p.staging.free) * p.staging.buffer_bytes
 
 
 @inlined
@@ -229,13 +252,14 @@ def straight_from(p: Any, request: Any) -> Any:
     if request[MAY_GO_STRAIGHT] == 0:
         return 0
     alignment, _ = access(p, request[SOURCE_BASE])
+    most = p.staging.buffer_bytes if is_much_in_flight(p) else p.longest_straight
     return straight_bytes(
         request[NEXT],
         request[FINISH],
         request[TARGET_ADDRESS] + request[NEXT] - request[BEGIN],
         alignment,
         p.straight_bytes,
-        p.staging.buffer_bytes,
+        most,
     )
 
 
@@ -249,7 +273,8 @@ def assign_piece(p: Any, slot: Any, lease: Any, straight: Any) -> None:
     begin = span_start(start, alignment)
     # Before a piece that goes straight, a staged one ends at the next block.
     finish = request[FINISH] if straight == 0 else start + abs(straight)
-    length = span_bytes(start, finish, alignment, p.staging.buffer_bytes)
+    most = p.longest_straight if straight > 0 else p.staging.buffer_bytes
+    length = span_bytes(start, finish, alignment, most)
     stop = min(begin + length, finish)
 
     record = p.staging.leases[lease]

@@ -111,6 +111,8 @@ class Poller(NamedTuple):
         The most that neighbouring requests are read in together.
     straight_bytes : int
         The least that is read straight into host memory; 0: everything is staged.
+    longest_straight : int
+        The most that is read straight at once; a multiple of the staging buffers' length.
     staging : Staging
     reader, copier : NamedTuple
         Implementations of the contracts in `gpuq.host.reader` and `gpuq.host.copier`.
@@ -133,6 +135,7 @@ class Poller(NamedTuple):
     capacity: int
     merge_bytes: int
     straight_bytes: int
+    longest_straight: int
     staging: Staging
     reader: Any
     copier: Any
@@ -153,11 +156,13 @@ def make_poller(
     shown: Any = None,
     merge_bytes: int = 0,
     straight_bytes: int = 0,
+    longest_straight: int | None = None,
     trace: int = 0,
 ) -> Poller:
     """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier.
 
-    Without `shown`, kernels are shown `control` itself. `trace` records are kept of requests.
+    Without `shown`, kernels are shown `control` itself; without `longest_straight` a read that
+    needs no buffer is as long as one. `trace` records are kept of requests.
     """
     return Poller(
         submissions=submissions,
@@ -177,6 +182,7 @@ def make_poller(
         capacity=capacity,
         merge_bytes=merge_bytes,
         straight_bytes=straight_bytes,
+        longest_straight=longest_straight or staging.buffer_bytes,
         staging=staging,
         reader=reader,
         copier=copier,

@@ -45,6 +45,8 @@ STUCK_SECONDS = 5.0
 """How long the end of the interpreter waits for a read or a copy that does not end."""
 
 _LOOK_SECONDS = 0.0002
+_BUFFERS_STRAIGHT = 8
+_STRAIGHT_BYTES = 4 << 20
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
@@ -61,6 +63,15 @@ def _abort_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_abort_in_child)
+
+
+def _longest_straight(staging_bytes: int) -> int:
+    """Return how much is read at once into an array itself: some buffers, where these are small.
+
+    4 MiB is what recent Linux hands a disk as one (queue/max_sectors_kb in sysfs).
+    """
+    buffers = min(_BUFFERS_STRAIGHT, _STRAIGHT_BYTES // staging_bytes)
+    return max(buffers, 1) * staging_bytes
 
 
 @dataclass
@@ -160,6 +171,7 @@ class Service:
             copier=device.copier(config.staging_buffers),
             merge_bytes=config.merge_bytes,
             straight_bytes=config.straight_bytes,
+            longest_straight=_longest_straight(config.staging_bytes),
             trace=config.trace,
         )
         self._thread = threading.Thread(
