@@ -54,8 +54,8 @@ class ReaderChoice:
     def note(self, file: OpenFile) -> None:
         """Prepare for reads of a file; called before kernels can ask for it."""
         if self.ring is not None:
-            for descriptor in (file.buffered, file.direct):
-                note_descriptor(self.reader, descriptor, file.may_wait)
+            note_descriptor(self.reader, file.buffered, file.may_wait, is_buffered=True)
+            note_descriptor(self.reader, file.direct, file.may_wait, is_buffered=False)
 
     def stop(self, timeout: float) -> bool:
         """Give back what stands behind it; False where a worker is stuck in a read for so long."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuq.compiling import implements, inlined
 from gpuq.host.libc import SYS_IO_URING_ENTER, SYS_IO_URING_REGISTER, system_call
+from gpuq.host.page_cache import CACHESTAT_WORDS, is_cached
 from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
 from gpuq.host.uring_abi import (
     CQE_WORDS,
@@ -31,13 +32,21 @@ _HEAD = 2  # completion entries consumed
 _FAILURE = 3  # errno of a call for completions; those that are missing never come then
 _TIMESPEC = 4  # struct __kernel_timespec: seconds, nanoseconds
 _ARGUMENT = 6  # struct io_uring_getevents_arg: sigmask, sigmask_sz + pad, ts
-_WORDS = 16
+_UNAIDED = 9  # 1: the kernel has no workers to copy beside the poller
+_CACHESTAT = 10  # for `is_cached`
+_WORDS = 24
 
 _DESCRIPTORS = 1 << 16
 """Descriptors beyond this are read as if each of their reads might wait."""
 
+_BUFFERED = 1 << 8
+"""What stands for a descriptor whose reads go through the page cache, in place of SQE flags."""
+_LEAST_COPIED_BESIDE = 1 << 20
+_BESIDE = 1 << 32
+"""Beside the lease in an entry's user data: its read was handed to the workers for a copy."""
+
 _EAGAIN, _EBUSY, _EINTR = errno.EAGAIN, errno.EBUSY, errno.EINTR
-_EBADFD, _ETIME = errno.EBADFD, errno.ETIME
+_EBADFD, _ECANCELED, _ETIME = errno.EBADFD, errno.ECANCELED, errno.ETIME
 _ARGUMENT_BYTES = 24
 _RESULT_MASK = 0xFFFFFFFF
 _RESULT_SIGN = 1 << 31
@@ -55,7 +64,8 @@ class UringReader(NamedTuple):
         The poller's own.
     words_address : int
     flags : array of int64
-        SQE_ASYNC or 0 for each descriptor; written by the host before a source is opened.
+        SQE_ASYNC, _BUFFERED or 0 for each descriptor; written by the host before a source is
+        opened.
     """
 
     descriptor: int
@@ -102,14 +112,45 @@ def make_uring_reader(reads: int, setup: int) -> tuple[UringReader, MappedRing]:
     return reader, ring
 
 
-def note_descriptor(reader: UringReader, descriptor: int, may_wait: bool) -> None:
-    """Say whether reads of a descriptor may wait inside io_uring_enter, which would hold up all.
+def note_descriptor(
+    reader: UringReader, descriptor: int, may_wait: bool, is_buffered: bool
+) -> None:
+    """Say how reads of a descriptor are begun.
 
-    Of files that know no "would wait" (FUSE, for one), a read is begun in the caller's own
-    system call unless it is handed to the kernel's workers at once.
+    Those that `may_wait` inside io_uring_enter would hold up all others: of files that know no
+    "would wait" (FUSE, for one), a read is begun in the caller's own system call unless it is
+    handed to the kernel's workers at once.
     """
     if 0 <= descriptor < len(reader.flags):
-        reader.flags[descriptor] = SQE_ASYNC if may_wait else 0
+        ready = _BUFFERED if is_buffered else 0
+        reader.flags[descriptor] = SQE_ASYNC if may_wait else ready
+
+
+@inlined
+def _is_copied_beside(reader: Any, descriptor: Any, offset: Any, nbytes: Any) -> Any:
+    """Say whether the kernel's workers are to make a read, beside this thread and all it has to do.
+
+    They do where a large read is nothing but a copy out of the page cache. One that waits for a
+    disk is begun here: workers would sleep in it, one for each.
+    """
+    return (
+        descriptor < len(reader.flags)
+        and reader.flags[descriptor] == _BUFFERED
+        and nbytes >= _LEAST_COPIED_BESIDE
+        and reader.words[_UNAIDED] == 0
+        and is_cached(
+            reader.words[_CACHESTAT : _CACHESTAT + CACHESTAT_WORDS],
+            reader.words_address + _CACHESTAT * 8,
+            descriptor,
+            offset,
+            nbytes,
+        )
+    )
+
+
+@inlined
+def _may_wait(reader: Any, descriptor: Any) -> Any:
+    return descriptor >= len(reader.flags) or reader.flags[descriptor] == SQE_ASYNC
 
 
 @implements(submit_read, UringReader)
@@ -120,12 +161,13 @@ def _submit(
     tail = reader.words[_TAIL]
     base = (tail & reader.sq_mask) * SQE_WORDS
     entry = reader.sqes
-    flags = reader.flags[descriptor] if descriptor < len(reader.flags) else SQE_ASYNC
+    beside = _BESIDE if _is_copied_beside(reader, descriptor, offset, nbytes) else 0
+    flags = SQE_ASYNC if beside != 0 or _may_wait(reader, descriptor) else 0
     entry[base] = as_word(OP_READ | flags << 8 | descriptor << 32)
     entry[base + 1] = as_word(offset)
     entry[base + 2] = as_word(address)
     entry[base + 3] = as_word(nbytes)
-    entry[base + 4] = as_word(lease)
+    entry[base + 4] = as_word(lease | beside)
     entry[base + 5] = as_word(0)
     entry[base + 6] = as_word(0)
     entry[base + 7] = as_word(0)
@@ -188,10 +230,15 @@ def _reap(reader: Any) -> Any:
         if _is_empty(reader, head):
             return -1, 0
     base = (head & reader.cq_mask) * CQE_WORDS
-    lease = as_signed(reader.cqes[base])
+    data = as_signed(reader.cqes[base])
+    lease = data & (_BESIDE - 1)
     result = as_signed(reader.cqes[base + 1]) & _RESULT_MASK
     if result & _RESULT_SIGN:
         result -= _RESULT_MASK + 1
+    if result == -_ECANCELED and data & _BESIDE:
+        # There is no worker, and none can be made (RLIMIT_NPROC): this thread reads it.
+        reader.words[_UNAIDED] = 1
+        result = np.int64(-_EAGAIN)
     reader.words[_HEAD] = head + 1
     # Pairs with the kernel's acquire of the head: the entry has been read.
     store_release(reader.cq_head, 0, np.uint32(head + 1))
