@@ -7,6 +7,7 @@ since the words of the producers lie in the GPU's memory.
 
 from __future__ import annotations
 
+import errno
 import operator
 import queue
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 from gpuq.compiling import compiled
 from gpuq.errors import ClosedError, DestinationError, GpuqError, ReadError, SourceError
 from gpuq.handles import Destination, Source, unregister_all
-from gpuq.host.libc import sleep_ns, sleep_precisely
+from gpuq.host.libc import futex_wait, futex_wake, sleep_ns, sleep_precisely
 from gpuq.host.service import Service
 from gpuq.host.tables import MAX_OFFSET
 from gpuq.kernels.queue import poll
@@ -47,13 +48,19 @@ _FREE = -1_000
 _UNPOSTED = -1_001
 _ANSWERED = -1_002
 
+_HALF = 0xFFFFFFFF
+_ENOSYS = errno.ENOSYS
+
 _PENDING = int(Status.PENDING)
 _ABORTED = int(Status.ABORTED)
 _RUNNING = int(State.RUNNING)
 
 _MOST_ROWS = 256
 _SPINS_BEFORE_SLEEP = 256
-_SLEEP_NS = 20_000
+_LEAST_SLEEP_NS = 20_000
+_MOST_SLEEP_NS = 500_000
+_SLEEP_SHARE = 8
+"""A sleep lasts for so great a part of the time that was waited already."""
 _LOOK_NS = 100_000_000
 _HELD_DESTINATIONS = 64
 _HELD_BYTES = 64 << 20
@@ -63,7 +70,14 @@ _INTERRUPTED_SECONDS = 10.0
 
 @compiled
 def attend(
-    q: Any, slices: Any, tickets: Any, answers: Any, bell: Any, heard: Any, timeout_ns: Any
+    q: Any,
+    slices: Any,
+    tickets: Any,
+    answers: Any,
+    bell: Any,
+    bell_address: Any,
+    heard: Any,
+    timeout_ns: Any,
 ) -> Any:
     """Post what is unposted and look for answers, until there is one or the bell rings.
 
@@ -75,7 +89,9 @@ def attend(
         The ticket of each row, or what its row is otherwise.
     answers : array of int64, shape (rows, ANSWER_WORDS)
     bell : array of uint64, shape (1,)
-        Another thread changes it to be heard.
+        Another thread changes it, and wakes who sleeps on its lower half, to be heard.
+    bell_address : int
+        Of that half.
     heard : int
         Its value so far.
     timeout_ns : int
@@ -85,7 +101,7 @@ def attend(
     int
         Rows that were answered meanwhile.
     """
-    deadline = clock_ns() + timeout_ns
+    began = clock_ns()
     spins = 0
     while True:
         answered = 0
@@ -103,12 +119,15 @@ def attend(
                 take_answer(q, tickets[row], answers, row)
                 tickets[row] = _ANSWERED
                 answered += 1
-        if answered > 0 or as_signed(load_acquire(bell, 0)) != heard or clock_ns() >= deadline:
+        waited = clock_ns() - began
+        if answered > 0 or as_signed(load_acquire(bell, 0)) != heard or waited >= timeout_ns:
             return answered
         if spins < _SPINS_BEFORE_SLEEP:
             relax(spins)
         else:
-            sleep_ns(_SLEEP_NS)
+            duration = min(max(waited // _SLEEP_SHARE, _LEAST_SLEEP_NS), _MOST_SLEEP_NS)
+            if futex_wait(bell_address, np.int64(heard & _HALF), duration) == -_ENOSYS:
+                sleep_ns(_LEAST_SLEEP_NS)
         spins += 1
 
 
@@ -148,7 +167,7 @@ class HostReads:
         self._bell = np.zeros(1, np.uint64)
         self._kernel = _BatchKernel(service, q, self.rows) if _is_cuda(service) else None
         if self._kernel is None:
-            arguments = (self._slices, self._tickets, self._answers, self._bell, 0, 0)
+            arguments = (self._slices, self._tickets, self._answers, self._bell, 0, 0, 0)
             attend.compile(tuple(_typeof(argument) for argument in (q, *arguments)))
         self._pending: deque[_Read] = deque()
         self._reads: dict[int, _Read] = {}
@@ -169,8 +188,7 @@ class HostReads:
             if self._is_stopping:
                 raise ClosedError("the loader is closed")
             self._pending.append(read)
-            store_release(self._bell, 0, self._bell[0] + np.uint64(1))
-            self._changed.notify()
+            self._ring()
 
     @property
     def is_this_thread(self) -> bool:
@@ -184,10 +202,15 @@ class HostReads:
         """
         with self._changed:
             self._is_stopping = True
-            store_release(self._bell, 0, self._bell[0] + np.uint64(1))
-            self._changed.notify()
+            self._ring()
         if not self.is_this_thread:
             self._thread.join(timeout)
+
+    def _ring(self) -> None:
+        """Be heard by the thread, wherever it waits; the caller holds `_changed`."""
+        store_release(self._bell, 0, self._bell[0] + np.uint64(1))
+        futex_wake(self._bell.ctypes.data, 1)
+        self._changed.notify()
 
     # --- in the thread ---
 
@@ -253,7 +276,16 @@ class HostReads:
         if self._kernel is not None:
             self._kernel.run(self._slices, self._tickets, self._answers)
             return
-        attend(self._queue, self._slices, self._tickets, self._answers, self._bell, heard, _LOOK_NS)
+        attend(
+            self._queue,
+            self._slices,
+            self._tickets,
+            self._answers,
+            self._bell,
+            self._bell.ctypes.data,
+            heard,
+            _LOOK_NS,
+        )
 
     def _settle(self) -> None:
         """Tell those whose reads were answered."""
