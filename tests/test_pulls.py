@@ -139,7 +139,9 @@ def test_a_request_of_many_pieces_and_more_pieces_than_buffers(pulls: Pulls, pay
     assert pulls.pull(rows) == [Status.OK]
     pulls.assert_holds(rows, payload)
     after = pulls.loader.statistics()
-    assert after.reads - before.reads >= 25
+    # A read that needs no buffer is as long as eight of them.
+    went_straight = after.straight > before.straight
+    assert after.reads - before.reads >= (9 if went_straight else 25)
     assert after.staging_high_water <= after.staging_buffers == 4
     assert after.bytes - before.bytes == SIZE - 1
 
