@@ -175,6 +175,21 @@ def test_a_region_whose_part_was_given_back_is_not_filled_again() -> None:
     assert (region.memory[HUGE:] == 1).all()
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages"
+)
+def test_nor_is_one_that_did_not_ask_for_huge_pages() -> None:
+    # A system that gives them to all memory (transparent_hugepage/enabled: always) filled it.
+    region = pages.Region(2 * HUGE + HUGE // 2, 0)
+    region.memory[:] = 1
+    assert "hg" not in smaps_of(region.memory)["VmFlags"].split()
+    part = region.part(0, HUGE)
+    del part
+    gc.collect()
+    assert "nh" in smaps_of(region.memory)["VmFlags"].split()
+    assert (region.memory[HUGE:] == 1).all()
+
+
 def test_many_arrays_are_few_mappings() -> None:
     # Each was two: the system has only so many (vm.max_map_count), and fails at any call then.
     def mappings() -> int:

@@ -83,7 +83,7 @@ class Region:
     def __init__(self, nbytes: int, file_offset: int) -> None:
         place = file_offset % mmap.PAGESIZE
         self._mapping: mmap.mmap | None = None
-        self._is_huge = False
+        self._has_gaps = False
         if nbytes >= _LEAST_MAPPED:
             whole, skip = self._map(place, nbytes)
         else:
@@ -95,14 +95,14 @@ class Region:
         """Make the mapping; return it as an array, and where in it the bytes begin."""
         used = place + nbytes
         filled = -(-used // _HUGE) * _HUGE
-        self._is_huge = filled - used <= used * _MOST_WASTED
+        is_huge = filled - used <= used * _MOST_WASTED
         try:
-            mapping = mmap.mmap(-1, filled + _HUGE if self._is_huge else used, flags=_PRIVATE)
+            mapping = mmap.mmap(-1, filled + _HUGE if is_huge else used, flags=_PRIVATE)
         except (OSError, OverflowError):
             raise MemoryError(f"no memory for {nbytes} bytes") from None
         self._mapping = mapping
         whole = np.frombuffer(mapping, np.uint8)
-        if not self._is_huge:
+        if not is_huge:
             return whole, place
         # All of it: the system joins such mappings, and it has only so many.
         with contextlib.suppress(OSError):  # a system without huge pages
@@ -122,11 +122,12 @@ class Region:
         length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length <= 0 or self._mapping is None:
             return
-        if self._is_huge:
-            # Else the system would fill the gaps again to have huge pages (khugepaged).
+        if not self._has_gaps:
+            # Else the system would fill them again to have huge pages (khugepaged), where it
+            # gives these to all memory, too.
+            self._has_gaps = True
             with contextlib.suppress(OSError):
                 self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
-            self._is_huge = False
         _libc.madvise(first, length, mmap.MADV_DONTNEED)
 
 
