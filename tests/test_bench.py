@@ -72,7 +72,7 @@ def test_io_runs_alone_where_fio_is_missing(
 def test_all_puts_what_came_out_beside_every_aim(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    document = bench(tmp_path, "all", *SHORT, "--no-cold", "--rest", "0", "--size", str(1 << 24))
+    document = bench(tmp_path, "all", *SHORT, "--no-cold", "--size", str(1 << 24))
     results = document["results"]
     assert " ".join(results) == "memory queue io gil cpu idle fair start load"
     whole.show(as_spreads(results))

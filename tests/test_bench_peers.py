@@ -64,7 +64,7 @@ def cold_files_are_possible(tmp_path: Path) -> None:
 def test_load_reports_each_group(tmp_path: Path) -> None:
     cold_files_are_possible(tmp_path)
     size = ("--size", str(LEAST_BYTES), "--directory", str(tmp_path))
-    results = bench(tmp_path, "load", *size, "--rounds", "1", "--rest", "0")
+    results = bench(tmp_path, "load", *size, "--rounds", "1")
     assert [(group["mode"], group["state"]) for group in results["groups"]] == list(load.GROUPS)
     assert results["need_a_gpu"] == list(load.NEED_A_GPU)
     for group in results["groups"]:
@@ -92,7 +92,7 @@ def test_what_is_not_installed_is_named_and_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["absent-python", "/bin/true", "/bin/false"])
 def test_a_peers_python_that_is_none_is_named(tmp_path: Path, program: str) -> None:
-    command = ["load", "--rest", "0", "--peers-python", program, "--directory", str(tmp_path)]
+    command = ["load", "--peers-python", program, "--directory", str(tmp_path)]
     ended = runner.invoke(app, [*command, "--size", str(LEAST_BYTES)])
     assert ended.exit_code == 1
     assert program in ended.stderr

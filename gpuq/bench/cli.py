@@ -17,7 +17,6 @@ from gpuq.bench.options import (
     File,
     Json,
     Keep,
-    LoadRest,
     PeersPython,
     Reader,
     Rounds,
@@ -36,9 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 _GIB = 1 << 30
-_LOAD_REST = 3.0
 
 
 @contextmanager
@@ -99,7 +96,6 @@ def whole(
     seconds: Annotated[float, typer.Option(min=0.001, help="Of most samples.")] = 1.0,
     rounds: Rounds = 5,
     peers_python: PeersPython = sys.executable,
-    rest: LoadRest = _LOAD_REST,
     cold: Cold = True,
     direct: Direct = "auto",
     json_file: Json = None,
@@ -113,7 +109,6 @@ def whole(
         "seconds": seconds,
         "rounds": rounds,
         "peers_python": peers_python,
-        "rest": rest,
         "cold": cold,
         "direct": direct,
     }
@@ -124,7 +119,6 @@ def whole(
                     directory,
                     size,
                     peers_python=peers_python,
-                    rest=rest,
                     direct=direct,
                     seconds=seconds,
                     rounds=rounds,
@@ -305,14 +299,13 @@ def load(
     keep: Keep = False,
     rounds: Rounds = 5,
     peers_python: PeersPython = sys.executable,
-    rest: LoadRest = _LOAD_REST,
     json_file: Json = None,
 ) -> None:
     """Load a .safetensors file into host arrays, beside what else loads one."""
     from gpuq.bench import load as bench
     from gpuq.bench.measuring import console
 
-    settings = {"bytes": size, "rounds": rounds, "peers_python": peers_python, "rest": rest}
+    settings = {"bytes": size, "rounds": rounds, "peers_python": peers_python}
     with _reporting("load", directory, json_file, settings) as result:
         with console.status("making the file") as status:
             result.append(
@@ -320,7 +313,6 @@ def load(
                     size,
                     directory,
                     peers_python=peers_python,
-                    rest=rest,
                     rounds=rounds,
                     keep=keep,
                     watch=status.update,

@@ -115,12 +115,10 @@ class _Way:
         Why it cannot do this here; it is left out then. gpuq itself must not fail.
     """
 
-    def __init__(
-        self, name: str, group: tuple[str, str], files: _Files, python: str, rest: float = 0.0
-    ) -> None:
+    def __init__(self, name: str, group: tuple[str, str], files: _Files, python: str) -> None:
         self.mode, self.state = group
         self.command = [*_command(name, python), f"{name} {self.mode}"]
-        self.name, self.files, self.rest = name, files, rest
+        self.name, self.files = name, files
         self.cached_after: list[float] = []
         self.failure = ""
 
@@ -129,12 +127,13 @@ class _Way:
             return Sample(0, 0.0, 0.0)
         path = self.files.path
         (make_cold if self.state == "cold" else make_cached)(path)
-        time.sleep(self.rest)
         is_first = not self.cached_after
         before = cpu_seconds_of_all()
         began = time.perf_counter()
         try:
-            answer = _run([*self.command, str(path), str(self.files.small), str(int(is_first))])
+            answer = _run(
+                [*self.command, str(path), str(self.files.small), self.state, str(int(is_first))]
+            )
         except WorkerError as error:
             if self.name == OURS:
                 raise WorkerError(f"{self.name}, {self.mode}: {error}") from None
@@ -154,7 +153,6 @@ def measure(
     *,
     peers_python: str = sys.executable,
     rounds: int = 5,
-    rest: float = 0.0,
     keep: bool = False,
     watch: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -170,9 +168,6 @@ def measure(
         The Python that has the peers' packages.
     rounds : int
         Samples of each contestant in each group.
-    rest : float
-        Seconds before each of them. What was freed goes back to a virtual machine's host two
-        seconds later, and would do so while the next process is timed.
     keep : bool
         Whether the file stays.
     watch : callable
@@ -196,7 +191,7 @@ def measure(
         for group in GROUPS:
             watch(" ".join(group))
             ways = {
-                name: _Way(name, group, files, peers_python, rest)
+                name: _Way(name, group, files, peers_python)
                 for name in load_worker.NEEDS
                 if name not in missing and f"{name} {group[0]}" in load_worker.WAYS
             }

@@ -35,9 +35,6 @@ Direct = Annotated[str, typer.Option(callback=one_of(DIRECT_MODES), help="auto, 
 PeersPython = Annotated[
     str, typer.Option(help="The Python that has the peers' packages; this one by default.")
 ]
-LoadRest = Annotated[
-    float, typer.Option("--rest", min=0.0, help="Seconds before each sample of load.")
-]
 Cold = Annotated[
     bool, typer.Option(help="Measure starts with an empty cache too; they compile everything.")
 ]

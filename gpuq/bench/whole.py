@@ -71,7 +71,6 @@ def measure(
     seconds: float = 1.0,
     rounds: int = 5,
     cold: bool = True,
-    rest: float = 0.0,
     watch: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Run them one after another over one file; return the results by the benchmarks' names.
@@ -91,8 +90,6 @@ def measure(
         Samples of each contestant.
     cold : bool
         Whether `start` empties the cache, too.
-    rest : float
-        See `load.measure`.
     watch : callable
         Told what is being measured.
 
@@ -124,7 +121,6 @@ def measure(
         directory,
         peers_python=peers_python,
         rounds=rounds,
-        rest=rest,
         watch=lambda group: watch(f"load, {group}"),
     )
     return results
