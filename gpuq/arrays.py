@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +19,12 @@ from gpuq.progress import Progress, telling
 from gpuq.reading import check_may_wait, reads_at_once, start_read
 
 _LOADED_AT_ONCE = 64
-_BYTES_AT_ONCE = 256 << 20
-"""More would be more requests than staging's bytes are enough for, and the pieces of all short."""
-_RUN_BYTES = 32 << 20
+_BYTES_AT_ONCE = 384 << 20
+_RUN_BYTES = 128 << 20
+"""Through the page cache a run is a stream that the system reads ahead of; a few at once keep a
+disk busy, and many, each for a short while, do not."""
+_SHORT_RUN_BYTES = 32 << 20
+"""Of a file that may come from a server, which answers many at once."""
 _GAP_BYTES = 4096
 
 
@@ -84,8 +87,13 @@ class _Run:
         return self.entries[-1].end
 
 
-def _runs(entries: list[ArrayEntry], may_join: bool) -> Iterator[_Run]:
-    """Divide entries into runs; no two arrays share a byte of memory, even if they do in a file."""
+def _runs(
+    entries: list[ArrayEntry], may_join: bool, most_of: Callable[[ArrayEntry], int]
+) -> Iterator[_Run]:
+    """Divide entries into runs, each of at most so many bytes as its first entry may have.
+
+    No two arrays share a byte of memory, even if they do in a file.
+    """
     run: list[ArrayEntry] = []
     for entry in sorted(entries, key=lambda entry: (entry.path, entry.start, entry.end)):
         joins = may_join and can_be_placed(entry.dtype, entry.start)
@@ -93,7 +101,7 @@ def _runs(entries: list[ArrayEntry], may_join: bool) -> Iterator[_Run]:
             joins
             and entry.path == run[0].path
             and 0 <= entry.start - run[-1].end <= _GAP_BYTES
-            and entry.end - run[0].start <= _RUN_BYTES
+            and entry.end - run[0].start <= most_of(run[0])
         ):
             yield _Run(run, joins=True)
             run = []
@@ -126,9 +134,15 @@ def _read_all(
         return run.end - run.start
 
     nbytes = 0
+    goes_straight = loader.config.straight_bytes > 0
     may_join = is_on_host or loader.target == "cpu"
+    filled = [entry for entry in entries if entry.nbytes]
+
+    def most_of(entry: ArrayEntry) -> int:
+        return _SHORT_RUN_BYTES if sources[entry.name].source._may_wait else _RUN_BYTES
+
     try:
-        for run in _runs([entry for entry in entries if entry.nbytes], may_join):
+        for run in _runs(filled, may_join, most_of):
             while len(outstanding) == most or nbytes >= _BYTES_AT_ONCE:
                 nbytes -= settle()
             nbytes += run.end - run.start
@@ -140,9 +154,9 @@ def _read_all(
                 to = memory = loader.empty(_shape_in_file(first), first.dtype)
             source = sources[first.name].source
             outstanding.append((run, memory, start_read(loader, source, run.start, run.end, to)))
-            if isinstance(to, np.ndarray) and not source._is_cached(run.start, run.end):
-                # While the read is under way: else the poller waits for page after page. What is
-                # only copied is cleared right before, by whoever copies, and still in its cache.
+            if isinstance(to, np.ndarray) and (source._is_direct or not goes_straight):
+                # While the read is under way: else the poller waits for page after page. Those who
+                # copy out of the page cache clear a page right before, and have it in their own.
                 bring_in(to)
         while outstanding:
             settle()

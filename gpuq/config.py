@@ -38,7 +38,7 @@ class LoaderConfig:
         Reads in flight at once.
     staging_bytes : int
         Bytes of one staging buffer, a multiple of 4096. A read brings no more, or eight times as
-        much, up to 4 MiB, where it needs no buffer.
+        much, up to 4 MiB, where it needs no buffer (through the page cache up to 16 MiB).
     merge_bytes : int
         The most bytes that are read at once for neighbouring requests; 0: each is read alone.
     straight_bytes : int

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from gpuq.formats import ArrayEntry, ArrayFile
 from gpuq.host.choice import keep_forever
 from gpuq.host.direct_file import OpenFile
-from gpuq.host.page_cache import CACHESTAT_WORDS, is_cached
 from gpuq.host.service import Service
 from gpuq.host.tables import IS_DIRECT
 from gpuq.kernels.stream import Stream
@@ -96,14 +93,15 @@ class Source:
         """Whether the file is closed: no request that was admitted uses it any more."""
         return self._file is None
 
-    def _is_cached(self, start: int, end: int) -> bool:
-        """Whether reads of these bytes are copies out of the page cache, as far as can be told."""
-        with self._service.lock:
-            if self._file is None or self._service.sources.word(self.handle, IS_DIRECT):
-                return False
-            words = np.zeros(CACHESTAT_WORDS, np.int64)
-            address = words.ctypes.data
-            return bool(is_cached(words, address, self._file.buffered, start, end - start))
+    @property
+    def _is_direct(self) -> bool:
+        """Whether it is read with O_DIRECT now."""
+        return bool(self._service.sources.word(self.handle, IS_DIRECT))
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether a server or a program may be behind it: it has no answer "would wait"."""
+        return self._file is not None and self._file.may_wait
 
     def close(self) -> None:
         """Refuse new requests, wait for those admitted, and close the file. Twice is harmless."""

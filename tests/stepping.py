@@ -134,6 +134,7 @@ class Stepper:
         merge_bytes: int = 0,
         straight_bytes: int = 0,
         longest_straight: int | None = None,
+        longest_buffered: int | None = None,
         trace: int = 0,
     ) -> None:
         self.data = np.ascontiguousarray(data, dtype=np.uint8)
@@ -155,6 +156,7 @@ class Stepper:
             merge_bytes=merge_bytes,
             straight_bytes=straight_bytes,
             longest_straight=longest_straight,
+            longest_buffered=longest_buffered,
             trace=trace,
         )
         # Where the size is asked for, a real file must stand behind the buffered descriptor.

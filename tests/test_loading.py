@@ -15,6 +15,7 @@ from targets import open_loader
 
 from gpuq import arrays as gpuq_arrays
 from gpuq.formats import ArrayEntry
+from gpuq.handles import Source
 
 
 def model_of(sizes: list[int]) -> dict[str, Any]:
@@ -82,9 +83,26 @@ def test_tensors_that_share_bytes_or_lie_apart_are_not_joined() -> None:
     def entry(name: str, start: int, end: int) -> ArrayEntry:
         return ArrayEntry(name, "model", np.dtype("u1"), "U8", (end - start,), start, end)
 
-    def runs(*entries: ArrayEntry) -> list[list[str]]:
-        divided = gpuq_arrays._runs(list(entries), may_join=True)
+    def runs(*entries: ArrayEntry, most: int = 10_000) -> list[list[str]]:
+        divided = gpuq_arrays._runs(list(entries), True, lambda entry: most)
         return [[e.name for e in run.entries] for run in divided]
 
     assert runs(entry("a", 0, 10), entry("b", 5, 20), entry("c", 20, 30)) == [["a"], ["b", "c"]]
     assert runs(entry("c", 5010, 6000), entry("a", 0, 10)) == [["a"], ["c"]]
+    apart = [entry("a", 0, 4000), entry("b", 4000, 8000), entry("c", 8000, 9000)]
+    assert runs(*apart, most=8000) == [["a", "b"], ["c"]]
+    assert runs(*apart, most=10) == [["a"], ["b"], ["c"]]
+
+
+def test_a_file_that_may_come_from_a_server_is_read_in_shorter_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpuq_arrays, "_RUN_BYTES", 400_000)
+    monkeypatch.setattr(gpuq_arrays, "_SHORT_RUN_BYTES", 100_000)
+    tensors = model_of([50_000] * 8)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    for may_wait, requests in ((False, 1), (True, 4)):
+        monkeypatch.setattr(Source, "_may_wait", may_wait)
+        with open_loader() as loader:
+            assert_loaded(loader.load(tmp_path / "model.safetensors"), tensors)
+            assert loader.statistics().requests == {"OK": requests}

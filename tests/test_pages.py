@@ -76,9 +76,16 @@ def test_a_refusal_is_returned() -> None:
 
 
 @pytest.mark.parametrize("number", [0, errno.EINVAL])
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_load_brings_in_what_it_reads_into_unless_it_is_only_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_cached: bool
+@pytest.mark.parametrize(
+    ("is_direct", "straight_bytes", "times"), [(True, 1, 1), (False, 1, 0), (False, 0, 1)]
+)
+def test_load_brings_in_what_it_reads_into_unless_others_than_the_poller_copy(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    is_direct: bool,
+    straight_bytes: int,
+    times: int,
 ) -> None:
     expected = np.arange(10_000, dtype=np.int32).reshape(100, 100)
     np.save(tmp_path / "a.npy", expected)
@@ -89,11 +96,11 @@ def test_load_brings_in_what_it_reads_into_unless_it_is_only_copied(
         return number
 
     monkeypatch.setattr(arrays, "bring_in", note)
-    monkeypatch.setattr(handles, "is_cached", lambda *_: is_cached)
-    with gpuq.Loader(target="cpu", direct="off") as loader:
+    monkeypatch.setattr(handles.Source, "_is_direct", is_direct)
+    with gpuq.Loader(target="cpu", direct="off", straight_bytes=straight_bytes) as loader:
         (array,) = loader.load(tmp_path / "a.npy").values()
     np.testing.assert_array_equal(array, expected)
-    assert len(brought) == (0 if is_cached else 1)
+    assert len(brought) == times
     assert all(np.shares_memory(one, array) for one in brought)
 
 

@@ -86,6 +86,27 @@ def test_a_buffered_file_has_blocks_of_one_byte(straight: Any) -> None:
     s.assert_at_rest()
 
 
+def test_a_buffered_file_is_read_by_one_long_piece_at_a_time(straight: Any) -> None:
+    # Of several at once the system takes each for a random read, and reads less ahead.
+    s = straight(DATA, direct=False, longest_straight=BUFFER, longest_buffered=2 * BUFFER)
+    s.reader.words[readers.GATE] = 1
+    other = s.post(0, BUFFER, 17)
+    ticket = s.post(5, 5 + 4 * BUFFER, 17 + BUFFER)
+    s.run()
+    assert [int(n) for n in s.log()[:, readers.NBYTES]] == [BUFFER, 2 * BUFFER - 5]
+    s.reader.words[readers.GATE] = 0
+    s.run()
+    assert s.status(other) == s.status(ticket) == Status.OK
+    begins = [(int(at), int(n)) for at, n in s.log()[:, [readers.OFFSET, readers.NBYTES]]]
+    assert begins[1:] == [
+        (5, 2 * BUFFER - 5),
+        (2 * BUFFER, 2 * BUFFER),
+        (4 * BUFFER, 5),
+    ]
+    assert went_straight(s) == 5 * BUFFER - 5  # so few are staged
+    s.assert_at_rest()
+
+
 def test_a_piece_is_no_longer_than_a_buffer_unless_it_is_said(straight: Any) -> None:
     s = straight(DATA)
     offset = fitting_offset(s, 0)
@@ -152,12 +173,13 @@ def test_a_straight_request_is_not_overtaken_for_ever_by_staged_ones(straight: A
     assert Status.PENDING in {s.status(ticket) for ticket in staged}
 
 
-def test_a_loaders_long_reads_are_eight_buffers_or_four_mib(
+def test_a_loaders_long_reads_are_eight_buffers_or_four_mib_and_buffered_ones_longer(
     make_loader: Callable[..., gpuq.Loader],
 ) -> None:
     for staging, longest in ((4096, 8 * 4096), (1 << 19, 1 << 22), (12288 * 100, 3 * 12288 * 100)):
         loader = make_loader(staging_bytes=staging, staging_buffers=2)
         assert loader._service.poller.longest_straight == longest
+        assert loader._service.poller.longest_buffered == 4 * longest
         loader.close()
     loader = make_loader(staging_bytes=1 << 24, staging_buffers=2)
     assert loader._service.poller.longest_straight == 1 << 24

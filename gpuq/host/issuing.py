@@ -135,6 +135,8 @@ def has_enough(p: Any, request: Any, most: Any) -> Any:
         return True
     if request[MAY_GO_STRAIGHT] == 0 or request[PIECES] == 0:
         return False
+    if p.sources[request[SOURCE_BASE] + IS_DIRECT] == 0:
+        return True  # the system reads ahead of one piece, and of two at once less
     return request[PIECES] * p.longest_straight >= max(
         _MOST_BYTES, 2 * p.longest_straight
     ) or is_much_in_flight(p)
@@ -252,7 +254,7 @@ def straight_from(p: Any, request: Any) -> Any:
     if request[MAY_GO_STRAIGHT] == 0:
         return 0
     alignment, _ = access(p, request[SOURCE_BASE])
-    most = p.staging.buffer_bytes if is_much_in_flight(p) else p.longest_straight
+    most = p.staging.buffer_bytes if is_much_in_flight(p) else longest(p, request[SOURCE_BASE])
     return straight_bytes(
         request[NEXT],
         request[FINISH],
@@ -261,6 +263,14 @@ def straight_from(p: Any, request: Any) -> Any:
         p.straight_bytes,
         most,
     )
+
+
+@inlined
+def longest(p: Any, source_base: Any) -> Any:
+    """Return how much of a source is read straight at once."""
+    if p.sources[source_base + IS_DIRECT] != 0:
+        return p.longest_straight
+    return p.longest_buffered
 
 
 @inlined
@@ -273,7 +283,7 @@ def assign_piece(p: Any, slot: Any, lease: Any, straight: Any) -> None:
     begin = span_start(start, alignment)
     # Before a piece that goes straight, a staged one ends at the next block.
     finish = request[FINISH] if straight == 0 else start + abs(straight)
-    most = p.longest_straight if straight > 0 else p.staging.buffer_bytes
+    most = longest(p, source_base) if straight > 0 else p.staging.buffer_bytes
     length = span_bytes(start, finish, alignment, most)
     stop = min(begin + length, finish)
 

@@ -113,6 +113,8 @@ class Poller(NamedTuple):
         The least that is read straight into host memory; 0: everything is staged.
     longest_straight : int
         The most that is read straight at once; a multiple of the staging buffers' length.
+    longest_buffered : int
+        The same where a file is read through the page cache.
     staging : Staging
     reader, copier : NamedTuple
         Implementations of the contracts in `gpuq.host.reader` and `gpuq.host.copier`.
@@ -136,6 +138,7 @@ class Poller(NamedTuple):
     merge_bytes: int
     straight_bytes: int
     longest_straight: int
+    longest_buffered: int
     staging: Staging
     reader: Any
     copier: Any
@@ -157,12 +160,14 @@ def make_poller(
     merge_bytes: int = 0,
     straight_bytes: int = 0,
     longest_straight: int | None = None,
+    longest_buffered: int | None = None,
     trace: int = 0,
 ) -> Poller:
     """Build a poller's state over a queue's memory, the tables, a pool, a reader and a copier.
 
-    Without `shown`, kernels are shown `control` itself; without `longest_straight` a read that
-    needs no buffer is as long as one. `trace` records are kept of requests.
+    Without `shown`, kernels are shown `control` itself; without `longest_straight` and
+    `longest_buffered` a read that needs no buffer is as long as one. `trace` records are kept of
+    requests.
     """
     return Poller(
         submissions=submissions,
@@ -183,6 +188,7 @@ def make_poller(
         merge_bytes=merge_bytes,
         straight_bytes=straight_bytes,
         longest_straight=longest_straight or staging.buffer_bytes,
+        longest_buffered=longest_buffered or staging.buffer_bytes,
         staging=staging,
         reader=reader,
         copier=copier,

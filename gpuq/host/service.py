@@ -47,6 +47,9 @@ STUCK_SECONDS = 5.0
 _LOOK_SECONDS = 0.0002
 _BUFFERS_STRAIGHT = 8
 _STRAIGHT_BYTES = 4 << 20
+_TIMES_BUFFERED = 4
+"""As long as a read straight out of the page cache is: longer than what recent Linux reads ahead
+at once, so that it takes each for a stream, and not for a random read."""
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
@@ -172,6 +175,7 @@ class Service:
             merge_bytes=config.merge_bytes,
             straight_bytes=config.straight_bytes,
             longest_straight=_longest_straight(config.staging_bytes),
+            longest_buffered=_TIMES_BUFFERED * _longest_straight(config.staging_bytes),
             trace=config.trace,
         )
         self._thread = threading.Thread(

@@ -9,7 +9,6 @@ import numpy as np
 
 from gpuq.compiling import implements, inlined
 from gpuq.host.libc import SYS_IO_URING_ENTER, SYS_IO_URING_REGISTER, system_call
-from gpuq.host.page_cache import CACHESTAT_WORDS, is_cached
 from gpuq.host.reader import await_read, flush_reads, reap_read, submit_read
 from gpuq.host.uring_abi import (
     CQE_WORDS,
@@ -32,18 +31,17 @@ _HEAD = 2  # completion entries consumed
 _FAILURE = 3  # errno of a call for completions; those that are missing never come then
 _TIMESPEC = 4  # struct __kernel_timespec: seconds, nanoseconds
 _ARGUMENT = 6  # struct io_uring_getevents_arg: sigmask, sigmask_sz + pad, ts
-_UNAIDED = 9  # 1: the kernel has no workers to copy beside the poller
-_CACHESTAT = 10  # for `is_cached`
-_WORDS = 24
+_UNAIDED = 9  # 1: the kernel has no workers to read beside the poller
+_WORDS = 16
 
 _DESCRIPTORS = 1 << 16
 """Descriptors beyond this are read as if each of their reads might wait."""
 
 _BUFFERED = 1 << 8
 """What stands for a descriptor whose reads go through the page cache, in place of SQE flags."""
-_LEAST_COPIED_BESIDE = 1 << 20
+_LEAST_BESIDE = 1 << 20
 _BESIDE = 1 << 32
-"""Beside the lease in an entry's user data: its read was handed to the workers for a copy."""
+"""Beside the lease in an entry's user data: its read was handed to the kernel's workers."""
 
 _EAGAIN, _EBUSY, _EINTR = errno.EAGAIN, errno.EBUSY, errno.EINTR
 _EBADFD, _ECANCELED, _ETIME = errno.EBADFD, errno.ECANCELED, errno.ETIME
@@ -127,24 +125,16 @@ def note_descriptor(
 
 
 @inlined
-def _is_copied_beside(reader: Any, descriptor: Any, offset: Any, nbytes: Any) -> Any:
+def _is_read_beside(reader: Any, descriptor: Any, nbytes: Any) -> Any:
     """Say whether the kernel's workers are to make a read, beside this thread and all it has to do.
 
-    They do where a large read is nothing but a copy out of the page cache. One that waits for a
-    disk is begun here: workers would sleep in it, one for each.
+    They do where a large one goes through the page cache: most of it is a copy.
     """
     return (
         descriptor < len(reader.flags)
         and reader.flags[descriptor] == _BUFFERED
-        and nbytes >= _LEAST_COPIED_BESIDE
+        and nbytes >= _LEAST_BESIDE
         and reader.words[_UNAIDED] == 0
-        and is_cached(
-            reader.words[_CACHESTAT : _CACHESTAT + CACHESTAT_WORDS],
-            reader.words_address + _CACHESTAT * 8,
-            descriptor,
-            offset,
-            nbytes,
-        )
     )
 
 
@@ -161,7 +151,7 @@ def _submit(
     tail = reader.words[_TAIL]
     base = (tail & reader.sq_mask) * SQE_WORDS
     entry = reader.sqes
-    beside = _BESIDE if _is_copied_beside(reader, descriptor, offset, nbytes) else 0
+    beside = _BESIDE if _is_read_beside(reader, descriptor, nbytes) else 0
     flags = SQE_ASYNC if beside != 0 or _may_wait(reader, descriptor) else 0
     entry[base] = as_word(OP_READ | flags << 8 | descriptor << 32)
     entry[base + 1] = as_word(offset)
