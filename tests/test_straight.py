@@ -183,6 +183,7 @@ def test_a_loaders_long_reads_are_eight_buffers_or_four_mib_and_buffered_ones_lo
         loader.close()
     loader = make_loader(staging_bytes=1 << 24, staging_buffers=2)
     assert loader._service.poller.longest_straight == 1 << 24
+    assert loader._service.poller.longest_buffered == 1 << 24  # what a buffer holds is enough
 
 
 @pytest.mark.parametrize("settings", [{"straight_bytes": 0}, {"straight_bytes": 4096}], ids=str)

@@ -48,8 +48,9 @@ _LOOK_SECONDS = 0.0002
 _BUFFERS_STRAIGHT = 8
 _STRAIGHT_BYTES = 4 << 20
 _TIMES_BUFFERED = 4
-"""As long as a read straight out of the page cache is: longer than what recent Linux reads ahead
-at once, so that it takes each for a stream, and not for a random read."""
+_BUFFERED_BYTES = 16 << 20
+"""Of a read straight out of the page cache: more than Linux reads ahead at once, so that it takes
+each for a stream, and not for a random read."""
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
@@ -75,6 +76,12 @@ def _longest_straight(staging_bytes: int) -> int:
     """
     buffers = min(_BUFFERS_STRAIGHT, _STRAIGHT_BYTES // staging_bytes)
     return max(buffers, 1) * staging_bytes
+
+
+def _longest_buffered(staging_bytes: int) -> int:
+    """Return the same of a file that is read through the page cache."""
+    direct = _longest_straight(staging_bytes)
+    return max(min(_TIMES_BUFFERED * direct, _BUFFERED_BYTES), direct)
 
 
 @dataclass
@@ -175,7 +182,7 @@ class Service:
             merge_bytes=config.merge_bytes,
             straight_bytes=config.straight_bytes,
             longest_straight=_longest_straight(config.staging_bytes),
-            longest_buffered=_TIMES_BUFFERED * _longest_straight(config.staging_bytes),
+            longest_buffered=_longest_buffered(config.staging_bytes),
             trace=config.trace,
         )
         self._thread = threading.Thread(
