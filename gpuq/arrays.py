@@ -21,8 +21,8 @@ from gpuq.reading import check_may_wait, reads_at_once, start_read
 _LOADED_AT_ONCE = 64
 _BYTES_AT_ONCE = 384 << 20
 _RUN_BYTES = 128 << 20
-"""Through the page cache a run is a stream that the system reads ahead of; a few at once keep a
-disk busy, and many, each for a short while, do not."""
+"""Of one request. Through the page cache it is a stream that the system reads ahead of; a few at
+once keep a disk busy, and many, each for a short while, do not."""
 _SHORT_RUN_BYTES = 32 << 20
 """Of a file that may come from a server, which answers many at once."""
 _GAP_BYTES = 4096
@@ -113,56 +113,89 @@ def _runs(
         yield _Run(run, joins=True)
 
 
+def _requests(run: _Run, most: int) -> Iterator[tuple[int, int]]:
+    """Divide a run, of which a large array may be more than `most` bytes, in the file's blocks."""
+    start = run.start
+    is_long = run.joins and run.end - start > most
+    while start < run.end:
+        end = min((start // most + 1) * most, run.end) if is_long else run.end
+        yield start, end
+        start = end
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What one request reads of a run; the last of its requests settles it."""
+
+    run: _Run
+    memory: Any
+    start: int
+    end: int
+    future: Future[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
 def _read_all(
     loader: Any, entries: list[ArrayEntry], sources: ArraySources, is_on_host: bool, advance: Any
 ) -> dict[str, Any]:
     arrays = {entry.name: _new_array(loader, entry) for entry in entries if entry.nbytes == 0}
-    outstanding: deque[tuple[_Run, Any, Future[Any]]] = deque()
+    outstanding: deque[_Request] = deque()
     most = reads_at_once(loader, _LOADED_AT_ONCE)
 
     def settle() -> int:
-        run, memory, future = outstanding[0]
-        future.result()
+        request = outstanding[0]
+        request.future.result()
         outstanding.popleft()
-        for entry in run.entries:
-            if run.joins:
-                part = memory.part(entry.start - run.start, entry.nbytes)
-                arrays[entry.name] = _as_array(part, entry)
-            else:
-                arrays[entry.name] = _in_order(memory, entry)
-            advance(entry.nbytes)
-        return run.end - run.start
+        run = request.run
+        if request.end == run.end:
+            for entry in run.entries:
+                if run.joins:
+                    part = request.memory.part(entry.start - run.start, entry.nbytes)
+                    arrays[entry.name] = _as_array(part, entry)
+                else:
+                    arrays[entry.name] = _in_order(request.memory, entry)
+        if len(run.entries) == 1:
+            advance(request.nbytes)
+        else:
+            for entry in run.entries:
+                advance(entry.nbytes)
+        return request.nbytes
+
+    def most_of(entry: ArrayEntry) -> int:
+        return _SHORT_RUN_BYTES if sources[entry.name].source._may_wait else _RUN_BYTES
 
     nbytes = 0
     goes_straight = loader.config.straight_bytes > 0
     may_join = is_on_host or loader.target == "cpu"
     filled = [entry for entry in entries if entry.nbytes]
-
-    def most_of(entry: ArrayEntry) -> int:
-        return _SHORT_RUN_BYTES if sources[entry.name].source._may_wait else _RUN_BYTES
-
     try:
         for run in _runs(filled, may_join, most_of):
-            while len(outstanding) == most or nbytes >= _BYTES_AT_ONCE:
-                nbytes -= settle()
-            nbytes += run.end - run.start
             first = run.entries[0]
+            source = sources[first.name].source
             if run.joins:
                 memory = Region(run.end - run.start, run.start)
-                to = memory.memory
             else:
-                to = memory = loader.empty(_shape_in_file(first), first.dtype)
-            source = sources[first.name].source
-            outstanding.append((run, memory, start_read(loader, source, run.start, run.end, to)))
-            if isinstance(to, np.ndarray) and (source._is_direct or not goes_straight):
-                # While the read is under way: else the poller waits for page after page. Those who
-                # copy out of the page cache clear a page right before, and have it in their own.
-                bring_in(to)
+                memory = loader.empty(_shape_in_file(first), first.dtype)
+            for start, end in _requests(run, most_of(first)):
+                while len(outstanding) == most or nbytes >= _BYTES_AT_ONCE:
+                    nbytes -= settle()
+                nbytes += end - start
+                to = memory.memory[start - run.start : end - run.start] if run.joins else memory
+                future = start_read(loader, source, start, end, to)
+                outstanding.append(_Request(run, memory, start, end, future))
+                if isinstance(to, np.ndarray) and (source._is_direct or not goes_straight):
+                    # While the read is under way: else the poller waits for page after page. Those
+                    # who copy out of the page cache clear a page right before, and have it in
+                    # their own.
+                    bring_in(to)
         while outstanding:
             settle()
     finally:
-        for *_, future in outstanding:
-            future.cancel()
+        for request in outstanding:
+            request.future.cancel()
     return {entry.name: arrays[entry.name] for entry in entries}
 
 

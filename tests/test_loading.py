@@ -50,7 +50,9 @@ def test_neighbouring_tensors_are_read_as_one_and_are_arrays_of_their_own(
         pytest.MonkeyPatch.context() as patch,
         open_loader(direct=direct, staging_bytes=1 << 16, staging_buffers=4) as loader,
     ):
-        patch.setattr(gpuq_arrays, "_RUN_BYTES", data.draw(st.sampled_from([1, 100_000, 1 << 25])))
+        patch.setattr(
+            gpuq_arrays, "_RUN_BYTES", data.draw(st.sampled_from([50_000, 100_000, 1 << 25]))
+        )
         got = loader.load(path, wanted)
     assert_loaded(got, {name: tensors[name] for name in wanted})
     for name in wanted:  # no array writes into another one
@@ -92,6 +94,25 @@ def test_tensors_that_share_bytes_or_lie_apart_are_not_joined() -> None:
     apart = [entry("a", 0, 4000), entry("b", 4000, 8000), entry("c", 8000, 9000)]
     assert runs(*apart, most=8000) == [["a", "b"], ["c"]]
     assert runs(*apart, most=10) == [["a"], ["b"], ["c"]]
+
+
+def test_an_array_longer_than_a_run_is_read_by_several_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One request is one stream out of the page cache, and one core copies.
+    monkeypatch.setattr(gpuq_arrays, "_RUN_BYTES", 65536)
+    tensors = model_of([3, 300_001, 5])
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    told: list[int] = []
+    with open_loader() as loader:
+        got = loader.load(
+            tmp_path / "model.safetensors", progress=lambda done, total: told.append(done)
+        )
+        requests = loader.statistics().requests
+    assert_loaded(got, tensors)
+    assert requests == {"OK": 1 + 5 + 1}  # those of the long one end at multiples in the file
+    assert told[-1] == 300_009
+    assert len(set(told)) >= 6
 
 
 def test_a_file_that_may_come_from_a_server_is_read_in_shorter_runs(

@@ -254,6 +254,13 @@ def make_memory_near(nbytes: int) -> None:
         was_taken = was_taken or not is_near
 
 
+def available_memory() -> int:
+    """Return how many bytes processes can have without swapping."""
+    with open("/proc/meminfo") as file:
+        (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
+    return int(kib) << 10
+
+
 def read_once(path: str) -> None:
     """Read a file and keep nothing."""
     buffer = bytearray(_BLOCK_BYTES)
@@ -277,7 +284,7 @@ def main() -> None:
     load, close = WAYS[way]()
     load(small)
     gc.collect()
-    make_memory_near(_COPIES * os.path.getsize(path))
+    make_memory_near(min(_COPIES * os.path.getsize(path), available_memory() // 2))
     if state == "cached":
         read_once(path)  # its pages are to be as near
     cpu, began = cpu_seconds(), time.perf_counter()
