@@ -37,8 +37,9 @@ class LoaderConfig:
     staging_buffers : int
         Reads in flight at once.
     staging_bytes : int
-        Bytes of one staging buffer, a multiple of 4096. A read brings no more, or eight times as
-        much, up to 4 MiB, where it needs no buffer (through the page cache up to 16 MiB).
+        Bytes of one staging buffer, a multiple of 4096. A read that needs no buffer brings up to
+        eight times as much, at most 4 MiB, through the page cache up to 32 times, at most 16 MiB;
+        any other no more.
     merge_bytes : int
         The most bytes that are read at once for neighbouring requests; 0: each is read alone.
     straight_bytes : int
