@@ -162,7 +162,8 @@ class HostSide(Registry):
             refused. The simulator also gives ``"cpu"``, as plain NumPy arrays.
         progress : bool or function
             True draws a bar on standard error where that is a terminal. A function is called in
-            this thread as ``progress(done, total)``, in bytes, at the begin and after each array.
+            this thread as ``progress(done, total)``, in bytes, at the begin, after each array, and
+            within large ones.
         memory_limit : int, optional
             Most bytes that the arrays may take together. It covers the elements of the arrays
             that are returned, and neither the loader's staging, which was allocated with the
