@@ -187,9 +187,9 @@ def _read_all(
                 future = start_read(loader, source, start, end, to)
                 outstanding.append(_Request(run, memory, start, end, future))
                 if isinstance(to, np.ndarray) and (source._is_direct or not goes_straight):
-                    # While the read is under way: else the poller waits for page after page. Those
-                    # who copy out of the page cache clear a page right before, and have it in
-                    # their own.
+                    # While the read is under way: else the poller waits for page after page.
+                    # Whoever copies out of the page cache clears each right before it fills it,
+                    # while it is in that core's cache.
                     bring_in(to)
         while outstanding:
             settle()

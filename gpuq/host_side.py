@@ -192,7 +192,7 @@ class HostSide(Registry):
         Notes
         -----
         Arrays that stand one behind the other in a file are read as one, and an error may name
-        the range of several. On the CPU they lie in one region of memory of up to 32 MiB, or as
+        the range of several. On the CPU they lie in one region of memory of up to 128 MiB, or as
         long as the array: each gives its pages back when nothing views it, and the region's
         addresses are free when all its arrays are gone.
         """

@@ -143,7 +143,7 @@ class Registry:
             raise SourceError(f"{source!r} is not open in this loader")
         file = source._file
         assert file is not None
-        direct = bool(table.word(source.handle, IS_DIRECT))
+        direct = source._is_direct
         number = table.word(source.handle, FALLBACK_ERRNO)
         reason = file.reason
         if number:

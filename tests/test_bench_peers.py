@@ -143,6 +143,27 @@ def test_the_tensor_file_is_one_of_a_model(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("seen", "walks"),
+    [
+        ([False, False, True], 3),  # some was taken, and has come back
+        ([True, True, False, True], 4),
+        ([True] * 9, 4),  # nothing was taken for longer than a period
+        ([False] * 20, 9),  # never near: there is an end
+    ],
+)
+def test_memory_is_brought_near_until_it_stays(
+    monkeypatch: pytest.MonkeyPatch, seen: list[bool], walks: int
+) -> None:
+    # A load right before the host takes some of it again was four times as slow as another.
+    answers = iter(seen)
+    passed = iter(range(100))
+    monkeypatch.setattr(load_worker, "_walk", lambda nbytes: next(answers))
+    monkeypatch.setattr(load_worker.time, "perf_counter", lambda: float(next(passed)))
+    load_worker.make_memory_near(1 << 30)
+    assert len(seen) - len(list(answers)) == walks
+
+
 def test_the_page_cache_is_told_cold_from_cached(tmp_path: Path) -> None:
     cold_files_are_possible(tmp_path)
     path = tmp_path / "file"

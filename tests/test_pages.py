@@ -216,6 +216,6 @@ def test_memory_that_there_is_not_is_a_memory_error(nbytes: int) -> None:
 
 def test_without_huge_pages_a_region_is_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages.mmap, "MADV_HUGEPAGE", 12345)  # refused: EINVAL
-    array = pages.placed_empty((16, HUGE), np.uint8, 77)
+    array = pages.Region(16 * HUGE, 77).memory
     array[:] = 1
     assert array.ctypes.data % mmap.PAGESIZE == 77

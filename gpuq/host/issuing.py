@@ -136,7 +136,7 @@ def has_enough(p: Any, request: Any, most: Any) -> Any:
     if request[MAY_GO_STRAIGHT] == 0 or request[PIECES] == 0:
         return False
     if p.sources[request[SOURCE_BASE] + IS_DIRECT] == 0:
-        return True  # the system reads ahead of one piece, and of two at once less
+        return True  # the system reads less far ahead of two pieces at once than of one
     return request[PIECES] * p.longest_straight >= max(
         _MOST_BYTES, 2 * p.longest_straight
     ) or is_much_in_flight(p)
@@ -283,8 +283,10 @@ def assign_piece(p: Any, slot: Any, lease: Any, straight: Any) -> None:
     begin = span_start(start, alignment)
     # Before a piece that goes straight, a staged one ends at the next block.
     finish = request[FINISH] if straight == 0 else start + abs(straight)
-    most = longest(p, source_base) if straight > 0 else p.staging.buffer_bytes
-    length = span_bytes(start, finish, alignment, most)
+    # What goes straight is whole blocks, and no more than `straight_from` allows.
+    length = (
+        straight if straight > 0 else span_bytes(start, finish, alignment, p.staging.buffer_bytes)
+    )
     stop = min(begin + length, finish)
 
     record = p.staging.leases[lease]

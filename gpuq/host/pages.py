@@ -44,17 +44,16 @@ def _huge_page_bytes() -> int:
 _HUGE = _huge_page_bytes()
 
 
-def placed_empty(shape: Any, dtype: Any, file_offset: int = 0) -> Any:
-    """Return an uninitialized NumPy array that lies in its pages as in a file at an offset.
+def placed_empty(shape: Any, dtype: Any) -> Any:
+    """Return an uninitialized NumPy array that begins where a page does.
 
-    Small ones lie where NumPy puts them, and so does one whose elements do not stand in the file
-    as the processor wants them, or are arrays themselves.
+    Small ones lie where NumPy puts them, and so does one whose elements are arrays themselves.
     """
     kind = np.dtype(dtype)
     nbytes = kind.itemsize * math.prod(_dimensions(shape))
-    if nbytes < _LEAST_PLACED or not can_be_placed(kind, file_offset):
+    if nbytes < _LEAST_PLACED or not can_be_placed(kind, 0):
         return np.empty(shape, kind)
-    return Region(nbytes, file_offset).memory.view(kind).reshape(shape)
+    return Region(nbytes, 0).memory.view(kind).reshape(shape)
 
 
 def can_be_placed(dtype: np.dtype[Any], file_offset: int) -> bool:
